@@ -163,8 +163,9 @@ def test_a_text_that_cannot_be_cut_is_one_piece():
 
 
 def turns(work, pieces, threads):
-    found = []
-    in_turns(work, pieces, threads, lambda *result: found.append(result))
+    found, copied = [], []
+    in_turns(work, pieces, threads, lambda *result: found.append(result) or (lambda: copied.append(result)))
+    assert sorted(found) == sorted(copied)
     return [one for one, in found]
 
 
@@ -186,7 +187,7 @@ def test_pieces_are_taken_in_turns():
 @pytest.mark.parametrize("pieces", [1, 2, 4, 100])
 def test_ids_are_gathered(pieces):
     gathered = Gathered(np.uint16, pieces)
-    for ids, ends in (([1, 2], [1, 2]), ([], [0]), ([3, 4, 5], []), ([6], [1])): gathered.take(np.array(ids, np.uint16), np.array(ends, np.int64))
+    for ids, ends in (([1, 2], [1, 2]), ([], [0]), ([3, 4, 5], []), ([6], [1])): gathered.take(np.array(ids, np.uint16), np.array(ends, np.int64))()
     assert gathered.ids.tolist() == [1, 2, 3, 4, 5, 6] and gathered.ids.dtype == np.uint16
     assert np.concatenate(gathered.ends).tolist() == [0, 1, 2, 2, 6]
 

@@ -1158,7 +1158,9 @@ def in_turns(
     work:Callable,    # Called with each piece
     pieces:Iterable,  # Tuples of arguments
     threads:int,
-    take:Callable,    # Called with each result, in the order of the pieces
+    # Called with each result, in the order of the pieces, by one thread at a time; returns a
+    # function that may be called by several at once
+    take:Callable,
 ):
     "Call `work` with each piece. Each thread takes the next piece as soon as it is free."
     numbered, lock, waiting = enumerate(pieces), threading.Lock(), {}
@@ -1168,12 +1170,13 @@ def in_turns(
         while True:
             with lock: number, piece = next(numbered, (-1, ()))
             if number < 0: return
-            result = work(*piece)
+            result, copies = work(*piece), []
             with lock:
                 waiting[number] = result
                 while following in waiting:
-                    take(*waiting.pop(following))
+                    copies.append(take(*waiting.pop(following)))
                     following += 1
+            for copy in copies: copy()
     if threads == 1: return run()
     # this thread only waits: with a part in the work it would hold up the start of the others
     with ThreadPoolExecutor(threads) as pool:
@@ -1183,20 +1186,23 @@ def in_turns(
 class Gathered:
     "Collects ids, and where texts end, piece by piece."
     def __init__(self, dtype:Any, pieces:int): # Type of the ids; pieces of about the same size
-        self.array, self.ends, self.n = np.empty(0, dtype), [np.zeros(1, np.int64)], 0
-        self.pieces = pieces
-    def take(self, ids:np.ndarray, ends:np.ndarray): # As from `PieceEncoder.run`
-        n = self.n + len(ids)
-        if n > len(self.array):              # room for all, or twice as much
-            size = n if self.pieces == 1 else max(2*n, len(ids)*self.pieces*9//8)
-            larger = np.empty(size, ids.dtype)
-            larger[:self.n] = self.array[:self.n]
-            self.array = larger
-        self.array[self.n:n] = ids
+        self.full, self.array, self.used = [], np.empty(0, dtype), 0
+        self.ends, self.n, self.left = [np.zeros(1, np.int64)], 0, pieces
+    def take(self, ids:np.ndarray, ends:np.ndarray # As from `PieceEncoder.run`
+    )->Callable: # Copies the ids; several threads may copy at once
+        if self.used + len(ids) > len(self.array):   # a new array, with room for all other pieces
+            self.full.append(self.array[:self.used])
+            size = len(ids)*self.left*9//8 if self.left > 1 else len(ids)
+            self.array, self.used = np.empty(size, ids.dtype), 0
+        place = self.array[self.used:self.used+len(ids)]
         self.ends.append(ends + self.n)
-        self.n = n
+        self.used, self.n, self.left = self.used + len(ids), self.n + len(ids), self.left - 1
+        return partial(np.copyto, place, ids)
     @property
-    def ids(self)->np.ndarray: return self.array[:self.n]
+    def ids(self)->np.ndarray: # As soon as all have been copied
+        last = self.array[:self.used]
+        return np.concatenate([*self.full, last]) if len(self.full) > 1 else last
+
 
 # %% ../../nbs/01_tokenization/01d_fast_bpe.ipynb #0633d2d8
 class Encoder:
@@ -1237,7 +1243,7 @@ class Encoder:
             in_turns(self._several, pieces, threads, gathered.take)
         else:                                    # few texts: share out each of them
             for ids in (self.encode(utf8(text), threads) for text in texts):
-                gathered.take(ids, np.array([len(ids)]))
+                gathered.take(ids, np.array([len(ids)]))()
         return gathered.ids, np.concatenate(gathered.ends)
     def _several(self, texts:list)->tuple: # As `PieceEncoder.run`
         encode = partial(self.inner.run, texts=len(texts))
