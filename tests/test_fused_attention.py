@@ -25,8 +25,8 @@ def heads(B, H, G, T, K): return drawn(B, H, T, K), drawn(B, G, T, K, seed=1), d
 @pytest.fixture
 def counted(monkeypatch):
     "Lists the calls that the kernel took, not torch."
-    calls, real = [], page.attend
-    monkeypatch.setattr(page, "attend", lambda *a: (calls.append(a[0].shape), real(*a)))
+    calls, real = [], page._attend_all
+    monkeypatch.setattr(page, "_attend_all", lambda *a: (calls.append(a[0].shape), real(*a)))
     return calls
 
 
@@ -38,13 +38,15 @@ def test_values_and_gradients(shape, window, counted):
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_threads(threads, monkeypatch, counted):
+def test_threads(threads, monkeypatch):
     monkeypatch.setattr(transpose, "SHARED", 1)
+    asked, choose = [], page.threads_for
+    monkeypatch.setattr(page, "threads_for", lambda *a: (asked.append(choose(*a)), asked[-1])[1])
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try: check_same(fused_attention, causal_attention, *heads(2, 4, 2, 64, 32), rtol=1e-4, atol=2e-5)
     finally: torch.set_num_threads(before)
-    assert len(counted) == (threads if transpose.torch_threads() else 1)
+    assert {parts for _, parts in asked} == {threads if transpose.torch_threads() else 1}
 
 
 def test_large_scores_and_hidden_nan():

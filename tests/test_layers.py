@@ -417,7 +417,7 @@ def test_training_asks_for_onednn_where_vectors_would_be_idle(idle, monkeypatch)
     with torch.profiler.profile() as record: engine.forward_backward((ids[:, :-1], ids[:, 1:]))
     products = sum("_linear_pointwise" in e.name for e in record.events())
     assert products == (2*7*3 + 3)*idle and {type(m) for m in engine.model.modules() if isinstance(m, torch.nn.Linear)} <= (
-        {onednn_module.OneDNNLinear} if idle else {torch.nn.Linear})
+        {onednn_module.OneDNNLinear} if idle else {onednn_module.FusedLinear})
 
 
 @onednn

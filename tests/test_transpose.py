@@ -1,18 +1,20 @@
 "Transposed copies, and work on torch's threads: equal to torch's to the last bit, whatever the sizes, strides and threads."
-import threading
-import time
+import ctypes
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from lmcourse.architecture import onednn, transpose
-from lmcourse.architecture.onednn import OneDNNLinear
+from lmcourse.architecture.onednn import FusedLinear, OneDNNLinear
 from lmcourse.architecture.layers_torch import Linear, linears
-from lmcourse.architecture.transpose import transposed
-from lmcourse.tools.checks import check_close, expect_error
+from lmcourse.architecture.transpose import on_threads, threads_for, transposed
+from lmcourse.tools.checks import check_close
+from lmcourse.tools.compiled import add_one, give_way, kernel, peek
 from lmcourse.tools.machine import compiles
 
+needs_compiler = pytest.mark.skipif(not compiles(), reason="nothing is compiled here")
 needs_onednn = pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this torch has no oneDNN")
 
 
@@ -31,18 +33,13 @@ def threads():
 def test_a_transposed_copy(shape, n, threads, monkeypatch):
     threads(n)
     (R, C), wide = shape, drawn(shape[0], shape[1] + 5)
-    if compiles(): monkeypatch.setattr(transpose, "transpose_rows", rows := Counted(transpose.transpose_rows))
+    asked = []
+    monkeypatch.setattr(transpose, "threads_for", lambda *a: (asked.append(threads_for(*a)), asked[-1])[1])
     for x in (wide[:, :C].contiguous(), wide[:, :C], wide[:, 5:], wide[:, :C].T.contiguous().T):
         y = transposed(x)
         assert y.is_contiguous() and torch.equal(y, x.T) and y.shape == (C, R)
-    if compiles() and R*C >= transpose.SHARED and n > 1: assert rows.calls >= 2*n
-
-
-class Counted:
-    def __init__(self, f): self.f, self.calls = f, 0
-    def __call__(self, *args):
-        self.calls += 1
-        return self.f(*args)
+    shared = compiles() and R*C >= transpose.SHARED and transpose.torch_threads()
+    if compiles(): assert len(asked) >= 3 and {parts for _, parts in asked} == {min(n, -(-R//16)) if shared else 1}
 
 
 def test_what_is_left_to_torch():
@@ -91,44 +88,76 @@ def test_products_of_transposed_factors(sizes):
     assert onednn._mm(a.T.contiguous().T, b).is_contiguous()
 
 
+@kernel
+def meet(met, ends, part, start, stop):
+    "Wait until all parts have begun, which takes as many threads"
+    add_one(met, 0)
+    for _ in range(1_000_000):
+        if peek(met, 0) == len(ends): break
+        give_way()
+    ends[part, 0], ends[part, 1], ends[part, 2] = start, stop, peek(met, 0)
+
+
+@kernel
+def meet_all(met, ends, items, threads): on_threads(meet, (met, ends), items, threads)
+
+
+def parts_of(items, work):
+    chosen, ends = threads_for(items, work), np.zeros((max(1, torch.get_num_threads()), 3), int)
+    meet_all(np.zeros(1, int), ends[:chosen[1]], items, chosen)
+    return [tuple(row) for row in ends[:chosen[1]].tolist()]
+
+
+@needs_compiler
 def test_work_is_shared_out(threads):
     threads(3)
-    names, result = [], []
-    def part(i, j):
-        names.append(threading.get_native_id())
-        time.sleep(.02)                                         # so that each thread gets a part
-        return i, j
-    for _ in range(3): result.append(transpose.share(part, 10, transpose.SHARED))
-    assert result == [[(0, 3), (3, 6), (6, 10)]]*3 and len(names) == 9
-    if transpose.torch_threads(): assert len(set(names)) == 3 and threading.get_native_id() in names   # torch's own, the same each time
-    assert transpose.share(part, 10, transpose.SHARED - 1) == [(0, 10)] and transpose.share(part, 2, transpose.SHARED) == [(0, 1), (1, 2)]
-    assert transpose.share(part, 1, transpose.SHARED) == [(0, 1)]
-
-
-def test_an_error_on_another_thread_is_raised(threads):
-    threads(2)
-    def part(i, j):
-        time.sleep(.02)
-        if i: raise ValueError(f"part from {i}")
-    with expect_error(ValueError, "part from 5"): transpose.share(part, 10, transpose.SHARED)
-    def stopped(i, j): raise KeyboardInterrupt                  # As Ctrl-C in a notebook does, in the main thread
-    with pytest.raises(KeyboardInterrupt): transpose.share(stopped, 10, transpose.SHARED)
-    assert transpose.share(lambda i, j: j, 10, transpose.SHARED) == [5, 10]
+    alone, size = [(0, 10, 1)], transpose.SHARED
+    assert parts_of(10, size) == ([(0, 3, 3), (3, 6, 3), (6, 10, 3)] if transpose.torch_threads() else alone)
+    assert parts_of(2, size) == ([(0, 1, 2), (1, 2, 2)] if transpose.torch_threads() else [(0, 2, 1)])
+    assert parts_of(10, size - 1) == alone and parts_of(1, size) == [(0, 1, 1)]
 
 
 def test_without_openmp_one_thread_does_it(threads, monkeypatch):
     threads(2)
     monkeypatch.setattr(transpose, "threadpool_info", lambda: [dict(user_api="blas", filepath="nowhere")])
-    assert transpose.torch_threads.__wrapped__() is None
-    monkeypatch.setattr(transpose, "torch_threads", lambda: None)
-    assert transpose.share(lambda i, j: (i, j), 10, transpose.SHARED) == [(0, 10)]
+    assert transpose.torch_threads.__wrapped__() == 0
+    monkeypatch.setattr(transpose, "torch_threads", lambda: 0)
+    assert threads_for(10, transpose.SHARED) == (0, 1)
 
 
+@needs_compiler
 def test_fewer_threads_than_parts_do_all_of_them(threads, monkeypatch):
     "OpenMP may grant fewer threads than asked for."
     threads(3)
-    monkeypatch.setattr(transpose, "torch_threads", lambda: lambda f, data, n, flags: f(None))
-    assert transpose.share(lambda i, j: (i, j), 10, transpose.SHARED) == [(0, 3), (3, 6), (6, 10)]
+    entry, asked = ctypes.CFUNCTYPE(None, ctypes.c_void_p), []
+    def one_thread(f, data, n, flags):
+        asked.append((n, flags))
+        entry(f)(data)
+    openmp = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)(one_thread)
+    monkeypatch.setattr(transpose, "torch_threads", lambda: ctypes.cast(openmp, ctypes.c_void_p).value)
+    x, found = np.arange(10), np.zeros((3, 3), int)
+    mark_all(x, found, threads_for(10, transpose.SHARED))
+    assert asked == [(3, 0)] and found.tolist() == [[0, 3, 0 + 1 + 2], [3, 6, 3 + 4 + 5], [6, 10, 6 + 7 + 8 + 9]]
+
+
+@kernel
+def mark(x, found, part, start, stop): found[part, 0], found[part, 1], found[part, 2] = start, stop, x[start:stop].sum()
+
+
+@kernel
+def mark_all(x, found, threads): on_threads(mark, (x, found), len(x), threads)
+
+
+@needs_compiler
+def test_threads_work_while_another_has_pythons_lock(threads):
+    "They need no Python, so nobody waits for the thread that called."
+    threads(2)
+    import sys
+    before, ends = sys.getswitchinterval(), np.zeros((2, 3), int)
+    sys.setswitchinterval(1000)
+    try: meet_all(np.zeros(1, int), ends, 10, threads_for(10, transpose.SHARED))
+    finally: sys.setswitchinterval(before)
+    if transpose.torch_threads(): assert ends[:, 2].tolist() == [2, 2]
 
 
 def three(kind, frozen=(), bias=False):
@@ -145,14 +174,14 @@ def test_layers_of_one_input(shape, monkeypatch):
     made = []
     monkeypatch.setattr(onednn._Joint, "apply", lambda *inputs, apply=onednn._Joint.apply: (made.append(len(inputs)), apply(*inputs))[1])
     found, x = [], drawn(*shape, seed=9)
-    for kind in (Linear, OneDNNLinear):
+    for kind in (Linear, OneDNNLinear, FusedLinear):
         leaf, layers = x.clone().requires_grad_(), three(kind)
         ys = linears(leaf, *layers)
         assert [y.shape for y in ys] == [(*shape[:-1], n) for n in (16, 40, 8)]
         loss = sum((y.square()*(i + 1)).sum() for i, y in enumerate(ys))/max(1, x.numel())
         found.append([*(y.detach() for y in ys), *torch.autograd.grad(loss, [leaf, *(layer.weight for layer in layers)])])
-    check_close(found[1], found[0], 1e-4, 1e-4)
-    assert made == ([4] if x.numel() else [])
+    for ours in found[1:]: check_close(ours, found[0], 1e-4, 1e-4)
+    assert made == ([5, 5] if x.numel() else [])
     leaf, layers = x.clone().requires_grad_(), three(OneDNNLinear)     # One of the outputs isn't used
     check_close(torch.autograd.grad(linears(leaf, *layers)[1].sum(), leaf)[0], (torch.ones(*shape[:-1], 40)@layers[1].weight).detach(), 1e-4, 1e-4)
 
@@ -172,6 +201,8 @@ def test_layers_that_are_watched_frozen_or_of_another_kind_are_called(monkeypatc
     right(three(OneDNNLinear, bias=True))
     right([*three(OneDNNLinear)[:2], three(Linear)[2]])
     right([three(Linear)[0], *three(OneDNNLinear)[1:]])
+    right([three(FusedLinear)[0], *three(OneDNNLinear)[1:]])
+    right(three(type("Mine", (FusedLinear,), dict(forward=lambda self, x: super(type(self), self).forward(x) + 1))))
     right(three(OneDNNLinear), x.detach())
     with torch.no_grad(): right(three(OneDNNLinear))
     right([layer.double() for layer in three(OneDNNLinear)], x.double())
@@ -185,7 +216,7 @@ def test_layers_that_are_watched_frozen_or_of_another_kind_are_called(monkeypatc
 def test_products_of_one_input_are_counted():
     from lmcourse.accounting.flops import flop_counter
     counts = []
-    for kind in (Linear, OneDNNLinear):
+    for kind in (Linear, OneDNNLinear, FusedLinear):
         with flop_counter() as counter: sum(y.sum() for y in linears(drawn(5, 24).requires_grad_(), *three(kind))).backward()
         counts.append(counter.get_total_flops())
-    assert counts == [3*2*5*24*(16 + 40 + 8)]*2
+    assert counts == [3*2*5*24*(16 + 40 + 8)]*3

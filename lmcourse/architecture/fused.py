@@ -4,22 +4,22 @@
 
 # %% auto #0
 __all__ = ['rms_norm', 'swiglu', 'fused_gelu', 'rotate_heads', 'head_loss', 'one_over_root', 'norm_rows', 'norm_rows_backward',
-           'FusedRMSNorm', 'fused_norm', 'exp2_below', 'swiglu_all', 'swiglu_all_backward', 'gelu_all',
+           'FusedRMSNorm', 'fused_norm', 'exp2_below', 'sigmoid', 'swiglu_all', 'swiglu_all_backward', 'gelu_all',
            'gelu_all_backward', 'FusedFeedForward', 'fused_ffn', 'rotate_rows', 'rotate_rows_backward', 'fused_heads',
            'MixedPrecisionLinear', 'largest', 'loss_rows', 'fused_loss']
 
 # %% ../../nbs/03_architecture/03k_fused.ipynb #6fed5d93
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from ..tools.compiled import fused, strict
+from ..tools.compiled import fused, kernel, strict
 from ..tools.config import ModelConfig
-from .transpose import fits, share
-from .onednn import add_product, operator, product, vectors_idle, watched
+from .transpose import fits, on_threads, threads_for
+from .onednn import add_product, can_join, operator, product, vectors_idle
+from .onednn import watched
 from .layers_torch import FeedForward, Linear, RMSNorm
 from .layers_torch import check_index, linear_cross_entropy, linears
 from .attention_torch import RoPE, prepare_heads
@@ -37,10 +37,10 @@ def one_over_root(square:float):
     return _ONE/np.sqrt(square)
 
 @fused
-def norm_rows(x, weight, eps, y, inv):
-    "Compute the RMSNorm `y` of each row, and 1 over its root mean square, `inv`."
-    N, D = x.shape
-    for n in range(N):
+def norm_rows(x, weight, eps, y, inv, part, start, stop):
+    "Compute the RMSNorm `y` of some rows, and 1 over their root mean squares, `inv`."
+    D = x.shape[1]
+    for n in range(start, stop):
         z, out, square = x[n], y[n], _ZERO
         for d in range(D): square += z[d]*z[d]
         r = one_over_root(square/np.float32(D) + eps)
@@ -48,11 +48,11 @@ def norm_rows(x, weight, eps, y, inv):
         for d in range(D): out[d] = z[d]*r*weight[d]
 
 @fused
-def norm_rows_backward(dy, past, x, weight, inv, dx, dweight):
-    """Compute the gradient `dx` of each row; `dweight` is accumulated. If `past` has rows, they are
-    added to `dx`."""
-    N, D = x.shape
-    for n in range(N):
+def norm_rows_backward(dy, past, x, weight, inv, dx, dweights, part, start, stop):
+    """Compute the gradient `dx` of some rows; what they add to the weight's gradient goes to row
+    `part` of `dweights`. If `past` has rows, they are added to `dx`."""
+    D, dweight = x.shape[1], dweights[part]
+    for n in range(start, stop):
         z, g, out, r, along = x[n], dy[n], dx[n], inv[n], _ZERO
         for d in range(D): along += g[d]*weight[d]*z[d]
         along *= r*r/np.float32(D)
@@ -62,6 +62,15 @@ def norm_rows_backward(dy, past, x, weight, inv, dx, dweight):
         else:
             for d in range(D): out[d] = (g[d]*weight[d] - z[d]*along)*r
         for d in range(D): dweight[d] += g[d]*z[d]*r
+
+# %% ../../nbs/03_architecture/03k_fused.ipynb #5a889505
+@kernel
+def _norm_all(x, weight, eps, y, inv, threads):
+    on_threads(norm_rows, (x, weight, eps, y, inv), len(x), threads)
+
+@kernel
+def _norm_all_backward(dy, past, x, weight, inv, dx, dweights, threads):
+    on_threads(norm_rows_backward, (dy, past, x, weight, inv, dx, dweights), len(x), threads)
 
 # %% ../../nbs/03_architecture/03k_fused.ipynb #24f824b4
 def _array(x): return x.detach().contiguous().numpy()
@@ -81,21 +90,22 @@ def _rms_norm(x:Tensor, weight:Tensor, eps:float)->tuple[Tensor, Tensor]:
     _check_types("rms_norm", x, weight)
     _check_shapes("rms_norm: weight", weight.shape, x.shape[-1:])
     y, inv = _like(x), x.new_empty(x.shape[:-1])
-    z, w, out, r = _rows(x), _array(weight), _rows(y), inv.numpy().ravel()
-    def part(i, j): norm_rows(z[i:j], w, np.float32(eps), out[i:j], r[i:j])
-    share(part, len(z), z.size)
+    z = _rows(x)
+    _norm_all(z, _array(weight), np.float32(eps), _rows(y), inv.numpy().ravel(),
+              threads_for(len(z), z.size))
     return y, inv
 
 def _norm_gradients(dy:Tensor, past:Tensor|None, x:Tensor, weight:Tensor, inv:Tensor
 )->tuple[Tensor, Tensor]: # Of `x`, with `past` added, and of the weight
-    dx = _like(x)
-    g, z, out, w, r = *map(_rows, (dy, x, dx)), _array(weight), _array(inv).ravel()
-    more = z[:0] if past is None else _rows(past)
-    def part(i, j):
-        dweight = np.zeros_like(w)
-        norm_rows_backward(g[i:j], more[i:j], z[i:j], w, r[i:j], out[i:j], dweight)
-        return dweight
-    return dx, torch.from_numpy(np.sum(share(part, len(z), z.size), 0))
+    dx, z = _like(x), _rows(x)
+    threads = threads_for(len(z), z.size)
+    dweights = _apart(threads[1], z.shape[1])
+    _norm_all_backward(_rows(dy), z[:0] if past is None else _rows(past), z, _array(weight),
+                       _array(inv).ravel(), _rows(dx), dweights, threads)
+    return dx, torch.from_numpy(dweights.sum(0))
+
+def _apart(n, size): # Rows of zeros with gaps, so that no two threads write to one cache line
+    return np.zeros((n, size + 32), np.float32)[:, :size]
 
 def _rms_norm_backward(dy:Tensor, x:Tensor, weight:Tensor, inv:Tensor)->tuple[Tensor, Tensor]:
     return _norm_gradients(dy, None, x, weight, inv)
@@ -155,83 +165,138 @@ def exp2_below(x:float):
     return series*np.int32((n + np.int32(127)) << np.int32(23)).view(np.float32)
 
 # %% ../../nbs/03_architecture/03k_fused.ipynb #4c12e561
-@fused
-def swiglu_all(a, b, y):
-    "Compute `silu(a)*b`."
-    for i in range(a.size):
-        e = exp2_below(-abs(a[i])*_LOG2E)
-        y[i] = a[i]*b[i]*(_ONE if a[i] >= _ZERO else e)/(_ONE + e)
+@strict
+def sigmoid(x:float):
+    "Compute the sigmoid of a float32."
+    e = exp2_below(-abs(x)*_LOG2E)
+    return (_ONE if x >= _ZERO else e)/(_ONE + e)
 
 @fused
-def swiglu_all_backward(dy, a, b, da, db):
-    "Compute the gradients of `silu(a)*b`; the sigmoid is computed again."
+def swiglu_all(a, b, y, part, start, stop):
+    "Compute `y = silu(a)*b`, for some of the numbers."
+    a, b, y = a[start:stop], b[start:stop], y[start:stop]
+    for i in range(a.size): y[i] = a[i]*b[i]*sigmoid(a[i])
+
+@fused
+def swiglu_all_backward(dy, a, b, da, db, y, part, start, stop):
+    """Compute the gradients of `y = silu(a)*b`; the sigmoid is computed again, and so is `y`,
+    unless it is `None`."""
+    dy, a, b, da, db = (dy[start:stop], a[start:stop], b[start:stop], da[start:stop],
+                        db[start:stop])
+    if y is not None: again = y[start:stop]
     for i in range(a.size):
-        e = exp2_below(-abs(a[i])*_LOG2E)
-        s = (_ONE if a[i] >= _ZERO else e)/(_ONE + e)
+        s = sigmoid(a[i])
+        if y is not None: again[i] = a[i]*b[i]*s
         db[i] = dy[i]*a[i]*s
         da[i] = dy[i]*b[i]*s*(_ONE + a[i]*(_ONE - s))
 
+@kernel
+def _swiglu_all(a, b, y, threads): on_threads(swiglu_all, (a, b, y), a.size, threads)
+
+@kernel
+def _swiglu_all_backward(dy, a, b, da, db, y, threads):
+    on_threads(swiglu_all_backward, (dy, a, b, da, db, y), a.size, threads)
+
 # %% ../../nbs/03_architecture/03k_fused.ipynb #a7fd26b9
+def _numbers(*tensors): return [None if t is None else _array(t).ravel() for t in tensors]
+def _parts(x): return threads_for(x.numel(), x.numel())
+
 def _swiglu(a:Tensor, b:Tensor)->Tensor:
     _check_types("swiglu", a, b)
     _check_shapes("swiglu: b", b.shape, a.shape)
     y = _like(a)
-    arrays = [_array(t).ravel() for t in (a, b, y)]
-    share(lambda i, j: swiglu_all(*(x[i:j] for x in arrays)), y.numel(), y.numel())
+    _swiglu_all(*_numbers(a, b, y), _parts(a))
     return y
 
-def _swiglu_backward(dy:Tensor, a:Tensor, b:Tensor)->tuple[Tensor, Tensor]:
+def _swiglu_gradients(dy, a, b, y): # `y` is overwritten by the output, unless it is `None`
     da, db = _like(a), _like(a)
-    arrays = [_array(t).ravel() for t in (dy, a, b, da, db)]
-    share(lambda i, j: swiglu_all_backward(*(x[i:j] for x in arrays)), a.numel(), a.numel())
+    _swiglu_all_backward(*_numbers(dy, a, b, da, db, y), _parts(a))
     return da, db
+
+def _swiglu_backward(dy:Tensor, a:Tensor, b:Tensor)->tuple[Tensor, Tensor]:
+    return _swiglu_gradients(dy, a, b, None)
 
 swiglu = operator("swiglu", _swiglu, _swiglu_backward, lambda inputs, output: inputs,
                   lambda a, b: _like(a), lambda dy, a, b: (_like(a), _like(a)))
-
 
 # %% ../../nbs/03_architecture/03k_fused.ipynb #e5f76ff3
 _BEND, _STEEP = np.float32(.044715), np.float32(2*math.sqrt(2/math.pi)) # 2u = steep*(x + bend*x**3)
 
 # %% ../../nbs/03_architecture/03k_fused.ipynb #c5be667c
 @fused
-def gelu_all(x, y):
-    "Compute GELU in its tanh form, `x*sigmoid(2*u)`."
-    for i in range(x.size):
-        e = exp2_below(-abs(_STEEP*x[i]*(_ONE + _BEND*x[i]*x[i]))*_LOG2E)
-        y[i] = x[i]*(_ONE if x[i] >= _ZERO else e)/(_ONE + e)
+def gelu_all(x, y, part, start, stop):
+    "Compute GELU in its tanh form, `x*sigmoid(2*u)`, for some of the numbers."
+    x, y = x[start:stop], y[start:stop]
+    for i in range(x.size): y[i] = x[i]*sigmoid(_STEEP*x[i]*(_ONE + _BEND*x[i]*x[i]))
 
 @fused
-def gelu_all_backward(dy, x, dx):
-    "Compute the gradient of GELU in its tanh form."
+def gelu_all_backward(dy, x, dx, y, part, start, stop):
+    "Compute the gradient of GELU in its tanh form, and `y` again, unless it is `None`."
+    dy, x, dx = dy[start:stop], x[start:stop], dx[start:stop]
+    if y is not None: again = y[start:stop]
     for i in range(x.size):
         square = x[i]*x[i]
         e = exp2_below(-abs(_STEEP*x[i]*(_ONE + _BEND*square))*_LOG2E)
-        s = _ONE/(_ONE + e)
+        s, above = _ONE/(_ONE + e), _ONE if x[i] >= _ZERO else e
+        if y is not None: again[i] = x[i]*above*s
         bent = x[i]*_STEEP*(_ONE + _THREE*_BEND*square)
-        dx[i] = dy[i]*s*((_ONE if x[i] >= _ZERO else e) + bent*e*s)
+        dx[i] = dy[i]*s*(above + bent*e*s)
+
+@kernel
+def _gelu_all(x, y, threads): on_threads(gelu_all, (x, y), x.size, threads)
+
+@kernel
+def _gelu_all_backward(dy, x, dx, y, threads):
+    on_threads(gelu_all_backward, (dy, x, dx, y), x.size, threads)
 
 # %% ../../nbs/03_architecture/03k_fused.ipynb #351cb2e3
 def _gelu(x:Tensor)->Tensor:
     _check_types("fused_gelu", x)
     y = _like(x)
-    arrays = [_array(t).ravel() for t in (x, y)]
-    share(lambda i, j: gelu_all(*(a[i:j] for a in arrays)), y.numel(), y.numel())
+    _gelu_all(*_numbers(x, y), _parts(x))
     return y
 
-def _gelu_backward(dy:Tensor, x:Tensor)->tuple[Tensor]:
+def _gelu_gradients(dy, x, y): # As `_swiglu_gradients`
     dx = _like(x)
-    arrays = [_array(t).ravel() for t in (dy, x, dx)]
-    share(lambda i, j: gelu_all_backward(*(a[i:j] for a in arrays)), x.numel(), x.numel())
+    _gelu_all_backward(*_numbers(dy, x, dx, y), _parts(x))
     return dx,
+
+def _gelu_backward(dy:Tensor, x:Tensor)->tuple[Tensor]: return _gelu_gradients(dy, x, None)
 
 fused_gelu = operator("fused_gelu", _gelu, _gelu_backward, lambda inputs, output: inputs, _like,
                       lambda dy, x: (_like(x),))
+
+# %% ../../nbs/03_architecture/03k_fused.ipynb #46bbd9ee
+class _Network(torch.autograd.Function): # Keeps what goes into the activation, not its output
+    @staticmethod
+    def forward(ctx, x, kind, w2, *inner): # `inner` is `w1` and, with a gate, `w3`
+        rows = x.reshape(-1, x.shape[-1])
+        inputs = [kind.multiply(rows, w.T) for w in inner]
+        ctx.save_for_backward(rows, w2, *inner, *inputs)
+        ctx.kind = kind
+        y = (_swiglu if len(inner) == 2 else _gelu)(*inputs)
+        return kind.multiply(y, w2.T).reshape(*x.shape[:-1], len(w2))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout):
+        kind, (rows, w2, *both) = ctx.kind, ctx.saved_tensors
+        inner, inputs = both[:len(both)//2], both[len(both)//2:]
+        dout, shape = dout.reshape(-1, len(w2)), (*dout.shape[:-1], rows.shape[1])
+        dy, y = kind.multiply(dout, w2), _like(inputs[0])
+        gradients:Any = _swiglu_gradients if len(inner) == 2 else _gelu_gradients
+        grads = gradients(dy, *inputs, y)
+        dw2, dx = kind.multiply(dout.T, y), kind.multiply(grads[0], inner[0])
+        for grad,w in zip(grads[1:], inner[1:]): dx = kind.multiply_add(dx, grad, w)
+        return dx.reshape(shape), None, dw2, *(kind.multiply(grad.T, rows) for grad in grads)
 
 # %% ../../nbs/03_architecture/03k_fused.ipynb #5d82ce67
 class FusedFeedForward(FeedForward):
     "A network with SwiGLU or GELU by our kernels, and the parameters of `FeedForward`."
     def forward(self, x:Tensor)->Tensor: # `(..., D)`
+        inner = (self.w1,) if self.w3 is None else (self.w1, self.w3)
+        if can_join(x, *inner, self.w2):
+            return _Network.apply(x, type(self.w2), *(w.weight for w in (self.w2, *inner)))
         if self.w3 is None:
             a = self.w1(x)
             return self.w2(fused_gelu(a) if fits(a) else self.activation(a))
@@ -246,11 +311,12 @@ def fused_ffn(config:ModelConfig, linear:Callable=Linear, **how:Any)->nn.Module:
 
 # %% ../../nbs/03_architecture/03k_fused.ipynb #24f6a659
 @fused
-def rotate_rows(x, weight, table, eps, y):
-    """Normalize heads unless `eps` is below 0, and rotate them by RoPE: `x` is `(B, T, H, K)`,
-    `y` `(B, H, T, K)`, and a row of the table holds cosine, sine, cosine and so on."""
-    B, T, H, K = x.shape
-    for b in range(B):
+def rotate_rows(x, weight, table, eps, y, part, start, stop):
+    """Normalize the heads of some sequences unless `eps` is below 0, and rotate them by RoPE: `x`
+    is `(B, T, H, K)`, `y` `(B, H, T, K)`, and a row of the table holds cosine, sine, cosine and
+    so on."""
+    T, H, K = x.shape[1:]
+    for b in range(start, stop):
         for t in range(T):
             for h in range(H):
                 z, out, turn, r, square = x[b, t, h], y[b, h, t], table[t], _ONE, _ZERO
@@ -263,11 +329,11 @@ def rotate_rows(x, weight, table, eps, y):
                     out[2*i + 1] = p*turn[2*i + 1] + q*turn[2*i]
 
 @fused
-def rotate_rows_backward(dy, x, weight, table, eps, dx, dweight):
+def rotate_rows_backward(dy, x, weight, table, eps, dx, dweights, part, start, stop):
     """Compute the gradients of `rotate_rows`: rotate back, then go through the norm, whose scale is
     computed again. Without a norm `x` isn't read."""
-    B, T, H, K = dx.shape
-    for b in range(B):
+    (T, H, K), dweight = dx.shape[1:], dweights[part]
+    for b in range(start, stop):
         for t in range(T):
             for h in range(H):
                 g, out, turn = dy[b, h, t], dx[b, t, h], table[t]
@@ -285,6 +351,16 @@ def rotate_rows_backward(dy, x, weight, table, eps, dx, dweight):
                     for i in range(K): dweight[i] += out[i]*z[i]*r
                     for i in range(K): out[i] = (out[i]*weight[i] - z[i]*along)*r
 
+# %% ../../nbs/03_architecture/03k_fused.ipynb #07b72ebb
+@kernel
+def _rotate_all(x, weight, table, eps, y, threads):
+    on_threads(rotate_rows, (x, weight, table, eps, y), len(x), threads)
+
+@kernel
+def _rotate_all_backward(dy, x, weight, table, eps, dx, dweights, threads):
+    arguments = dy, x, weight, table, eps, dx, dweights
+    on_threads(rotate_rows_backward, arguments, len(dx), threads)
+
 # %% ../../nbs/03_architecture/03k_fused.ipynb #cfcc955c
 def _rotate_heads(x:Tensor, weight:Tensor, table:Tensor, eps:float)->Tensor:
     B, T, H, K = x.shape
@@ -292,21 +368,19 @@ def _rotate_heads(x:Tensor, weight:Tensor, table:Tensor, eps:float)->Tensor:
     _check_shapes("rotate_heads: weight", weight.shape, (K,))
     _check_shapes("rotate_heads: table", table.shape, (T, K//2, 2))
     y = x.new_empty(B, H, T, K)
-    z, w, turns, out = _array(x), _array(weight), _array(table).reshape(T, K), y.numpy()
-    share(lambda i, j: rotate_rows(z[i:j], w, turns, np.float32(eps), out[i:j]), B, z.size)
+    _rotate_all(_array(x), _array(weight), _array(table).reshape(T, K), np.float32(eps),
+                y.numpy(), threads_for(B, x.numel()))
     return y
 
 def _rotate_heads_backward(dy:Tensor, x:Tensor, weight:Tensor, table:Tensor, eps:Tensor
                          )->tuple[Tensor, Tensor]:
     B, H, T, K = dy.shape
     dx = dy.new_empty(B, T, H, K)
-    g, z, w, out = _array(dy), _array(x), _array(weight), dx.numpy()
-    turns, small = _array(table).reshape(T, K), np.float32(eps.item())
-    def part(i, j):
-        dweight = np.zeros_like(w)
-        rotate_rows_backward(g[i:j], z[i:j], w, turns, small, out[i:j], dweight)
-        return dweight
-    return dx, torch.from_numpy(np.sum(share(part, B, g.size), 0))
+    threads = threads_for(B, dy.numel())
+    dweights = _apart(threads[1], K)
+    _rotate_all_backward(_array(dy), _array(x), _array(weight), _array(table).reshape(T, K),
+                         np.float32(eps.item()), dx.numpy(), dweights, threads)
+    return dx, torch.from_numpy(dweights.sum(0))
 
 def _for_rotating_back(x:Tensor, weight:Tensor, table:Tensor, eps:float
 )->tuple: # Tensors to save; a rotation alone doesn't need its input
@@ -380,11 +454,11 @@ def largest(bits:np.ndarray):
     return np.int32(top ^ ((top >> np.int32(31)) & np.int32(2**31 - 1))).view(np.float32)
 
 @fused
-def loss_rows(z, bits, targets, z_loss, count):
-    """Turn logits into their gradient, in place: `bits` is `z` as int32. Rows whose target is
-    negative don't count. Returns the sum of the losses."""
+def loss_rows(z, bits, targets, z_loss, count, losses, part, start, stop):
+    """Turn some rows of logits into their gradient, in place: `bits` is `z` as int32. Rows whose
+    target is negative don't count. The sum of the losses is written to `losses[part]`."""
     loss = 0.
-    for n in range(len(z)):
+    for n in range(start, stop):
         row, y, total = z[n], targets[n], _ZERO
         if y < 0:
             row[:] = _ZERO
@@ -399,11 +473,19 @@ def loss_rows(z, bits, targets, z_loss, count):
         factor = (_ONE + _TWO*z_loss*log_z)/(total*count)
         for c in range(row.size): row[c] *= factor
         row[y] -= _ONE/count
-    return loss
+    losses[part] = loss
+
+@kernel
+def _loss_all(z, bits, targets, z_loss, count, losses, threads):
+    on_threads(loss_rows, (z, bits, targets, z_loss, count, losses), len(z), threads)
 
 # %% ../../nbs/03_architecture/03k_fused.ipynb #1cd1f32e
-def _loss_part(z, targets, z_loss, count, i, j): # The sum of the losses of rows i to j - 1
-    return loss_rows(z[i:j], z[i:j].view(np.int32), targets[i:j], z_loss, count)
+def _losses(z:np.ndarray, targets:np.ndarray, z_loss:float, count:int)->float: # Their sum
+    threads = threads_for(len(z), z.size)
+    losses = np.zeros(threads[1])
+    _loss_all(z, z.view(np.int32), targets, np.float32(z_loss), np.float32(max(count, 1)),
+              losses, threads)
+    return losses.sum()
 
 def _add_bf16(total:Tensor, a:Tensor, b:Tensor): total += a@b # The sum is in float32
 
@@ -428,12 +510,11 @@ def _head_loss(x:Tensor, weight:Tensor, targets:Tensor, ignore_index:int, z_loss
     for i in range(0, N, tokens):
         rows, y = x[i:i + tokens], used[i:i + tokens]
         z = (rows@weight.T).float() if in_bf16 else product(rows, weight.T, room[:len(rows)])
-        part = partial(_loss_part, z.numpy(), y, np.float32(z_loss), np.float32(max(n, 1)))
-        loss += sum(share(part, len(z), z.numel()))
+        loss += _losses(z.numpy(), y, z_loss, n)
         if in_bf16: z = z.bfloat16()
         add(dx[i:i + tokens], z, weight)
         add(dweight, z.T, rows)
-        del z, part     # before the next ones are made
+        del z           # before the next one is made
     return dx.new_tensor(loss/n if n else math.nan), dx, dweight
 
 def _head_loss_backward(dloss:Tensor, dx:Tensor, dweight:Tensor)->tuple[Tensor, Tensor]:

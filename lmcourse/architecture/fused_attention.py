@@ -17,11 +17,12 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 from torch.utils._python_dispatch import _get_current_dispatch_mode
-from ..tools.compiled import borrow, fused, host_features, inner
+from ..tools.compiled import borrow, fused, host_features, inner, kernel
 from ..tools.config import ModelConfig
 from ..tools.machine import compiles
-from .transpose import VECTOR, MatrixCode, fits, share, transpose_tile
-from .onednn import OneDNNLinear, operator, vectors_idle
+from .transpose import VECTOR, MatrixCode, fits, on_threads, threads_for
+from .transpose import transpose_tile
+from .onednn import FusedLinear, OneDNNLinear, operator, vectors_idle
 from .layers_torch import Linear
 from .attention_torch import causal_attention
 from .transformer_torch import Parts
@@ -154,26 +155,28 @@ def exponentials(scores, room, log_sums, low, scale):
 
 # %% ../../nbs/03_architecture/03l_fused_attention.ipynb #a418b8b1
 @fused
-def attend(q, k, v, out, log_sums, window, scale, panels, scores, room, start, stop):
+def attend(q, k, v, out, log_sums, window, scale, panels, scores, room, part, start, stop):
     """Compute causal attention for some groups of heads: `q` is `(B, H, T, K)`, `k`
     `(B, G, T, K)`, `v` `(B, T, G, K)`, `out` `(B, T, H, K)`. Groups are numbered from 0 to
-    `B*G - 1`. `log_sums` are base 2. `panels`, `scores` and `room` are room to compute in."""
+    `B*G - 1`. `log_sums` are base 2. `panels`, `scores` and `room` are room to compute in, for
+    each part of its own."""
     (H, T, K), G = q.shape[1:], k.shape[1]
+    keys, rows, sums_room = borrow(panels)[part], borrow(scores)[part], borrow(room)[part]
     for n in range(start, stop):
         b, g = n//G, n % G
         values = borrow(v)[b, :, g]
-        pack(borrow(k)[b, g], borrow(panels))
+        pack(borrow(k)[b, g], keys)
         for h in range(g*(H//G), (g + 1)*(H//G)):
             for i in range(0, T, BLOCK):
-                low, block = max(0, i - window + 1)//BLOCK, borrow(scores)[:i//BLOCK + 1]
+                low, block = max(0, i - window + 1)//BLOCK, rows[:i//BLOCK + 1]
                 sums, y = borrow(log_sums)[b, h, i:i + BLOCK], borrow(out)[b, i:i + BLOCK, h]
-                score(borrow(q)[b, h, i:i + BLOCK], borrow(panels), block, low)
+                score(borrow(q)[b, h, i:i + BLOCK], keys, block, low)
                 hide(block, low, window, _LEAST)
-                exponentials(block, borrow(room), sums, low, scale*_LOG2E)
+                exponentials(block, sums_room, sums, low, scale*_LOG2E)
                 hide(block, low, window, _ZERO)
                 mix(block, values, y, low)
                 for r in range(BLOCK):
-                    row, total = y[r], borrow(room)[1, r].sum()
+                    row, total = y[r], sums_room[1, r].sum()
                     sums[r] += np.log2(total)
                     for d in range(K): row[d] /= total
 
@@ -212,26 +215,27 @@ def scores_gradient(scores, dscores, log_sums, delta, low, scale):
 # %% ../../nbs/03_architecture/03l_fused_attention.ipynb #0840c193
 @fused
 def attend_backward(dout, q, k, v, out, log_sums, window, scale, dq, dk, dv, panels, scores,
-                    room, start, stop):
+                    room, part, start, stop):
     """Compute the gradients of `attend`, whose arguments it takes. `panels` and `scores` hold two
-    of each, for keys and values, and `room` is `(32,)`."""
+    of each for a part, for keys and values, and `room` 32 numbers."""
     (H, T), G = q.shape[1:3], k.shape[1]
+    key_panels, value_panels = borrow(panels)[part, 0], borrow(panels)[part, 1]
+    delta = borrow(room)[part]
     for n in range(start, stop):
         b, g = n//G, n % G
         keys, dkeys, dvalues = borrow(k)[b, g], borrow(dk)[b, g], borrow(dv)[b, :, g]
-        key_panels, value_panels = borrow(panels)[0], borrow(panels)[1]
         pack(keys, key_panels)
         pack(borrow(v)[b, :, g], value_panels)
         for h in range(g*(H//G), (g + 1)*(H//G)):
             for i in range(0, T, BLOCK):
                 low, j = max(0, i - window + 1)//BLOCK, i + BLOCK
                 queries, dy = borrow(q)[b, h, i:j], borrow(dout)[b, i:j, h]
-                probs, dscores = (borrow(scores)[0, :j//BLOCK], borrow(scores)[1, :j//BLOCK])
+                probs, dscores = (borrow(scores)[part, 0, :j//BLOCK],
+                                  borrow(scores)[part, 1, :j//BLOCK])
                 score(queries, key_panels, probs, low)
                 score(dy, value_panels, dscores, low)
-                deltas(borrow(out)[b, i:j, h], dy, borrow(room))
-                scores_gradient(probs, dscores, borrow(log_sums)[b, h, i:j], borrow(room), low,
-                                scale)
+                deltas(borrow(out)[b, i:j, h], dy, delta)
+                scores_gradient(probs, dscores, borrow(log_sums)[b, h, i:j], delta, low, scale)
                 hide(probs, low, window, _ZERO)
                 hide(dscores, low, window, _ZERO)
                 mix(dscores, keys, borrow(dq)[b, h, i:j], low)
@@ -239,6 +243,17 @@ def attend_backward(dout, q, k, v, out, log_sums, window, scale, dq, dk, dv, pan
                 mix_back(probs, dy, dvalues, low, h > g*(H//G))
 
 # %% ../../nbs/03_architecture/03l_fused_attention.ipynb #ccc6170c
+@kernel
+def _attend_all(q, k, v, out, log_sums, window, scale, panels, scores, room, threads):
+    arguments = q, k, v, out, log_sums, window, scale, panels, scores, room
+    on_threads(attend, arguments, len(q)*k.shape[1], threads)
+
+@kernel
+def _attend_all_backward(dout, q, k, v, out, log_sums, window, scale, dq, dk, dv, panels, scores,
+                         room, threads):
+    arguments = dout, q, k, v, out, log_sums, window, scale, dq, dk, dv, panels, scores, room
+    on_threads(attend_backward, arguments, len(q)*k.shape[1], threads)
+
 def _in_blocks(q:Tensor, k:Tensor, v:Tensor, window:int)->bool: # Whether the kernel can compute it
     if not q.ndim == k.ndim == 4 or not fits(q, k, v): return False
     (B, H, T, K), G = q.shape, k.shape[1]
@@ -253,10 +268,10 @@ def _attend(q:Tensor, k:Tensor, v:Tensor, window:int)->tuple[Tensor, Tensor]:
     (B, H, T, K), G, new = q.shape, k.shape[1], q.new_empty
     out, log_sums = new(B, T, H, K), new(B, H, T)
     arrays = [x.detach().contiguous().numpy() for x in (q, k, v.transpose(1, 2), out, log_sums)]
-    def part(start, stop):
-        shapes = (T//BLOCK, K, BLOCK), (T//BLOCK, BLOCK, BLOCK), (2, BLOCK, BLOCK)
-        attend(*arrays, window, np.float32(K**-.5), *(new(s).numpy() for s in shapes), start, stop)
-    share(part, B*G, B*H*T*T)
+    shapes = (T//BLOCK, K, BLOCK), (T//BLOCK, BLOCK, BLOCK), (2, BLOCK, BLOCK)
+    threads = threads_for(B*G, B*H*T*T)
+    _attend_all(*arrays, window, np.float32(K**-.5),
+                *(new(threads[1], *s).numpy() for s in shapes), threads)
     return out, log_sums
 
 def _attend_backward(dout:Tensor, q:Tensor, k:Tensor, v:Tensor, out:Tensor, log_sums:Tensor,
@@ -264,11 +279,10 @@ def _attend_backward(dout:Tensor, q:Tensor, k:Tensor, v:Tensor, out:Tensor, log_
     (B, H, T, K), G, new, v = q.shape, k.shape[1], q.new_empty, v.transpose(1, 2)
     grads = dq, dk, dv = new(q.shape), new(k.shape), new(v.shape)
     arrays = [x.detach().contiguous().numpy() for x in (dout, q, k, v, out, log_sums)]
-    def part(start, stop):
-        shapes = (2, T//BLOCK, K, BLOCK), (2, T//BLOCK, BLOCK, BLOCK), (BLOCK,)
-        attend_backward(*arrays, int(window), np.float32(K**-.5), *(x.numpy() for x in grads),
-                        *(new(s).numpy() for s in shapes), start, stop)
-    share(part, B*G, B*H*T*T)
+    shapes = (2, T//BLOCK, K, BLOCK), (2, T//BLOCK, BLOCK, BLOCK), (BLOCK,)
+    threads = threads_for(B*G, B*H*T*T)
+    _attend_all_backward(*arrays, int(window), np.float32(K**-.5), *(x.numpy() for x in grads),
+                         *(new(threads[1], *s).numpy() for s in shapes), threads)
     return dq, dk, dv.transpose(1, 2)
 
 attend_heads = operator(
@@ -311,5 +325,6 @@ def fused_parts(
     if device.type != "cpu":
         raise ValueError(f"{what} = fused on {device.type}, expected cpu; {what} = torch would do")
     if what == "attention": return replace(parts, attention=fused_attention)
-    linear = OneDNNLinear if parts.linear is Linear and vectors_idle() else parts.linear
+    linear = OneDNNLinear if vectors_idle() else FusedLinear
+    if parts.linear is not Linear: linear = parts.linear
     return replace(FUSED_PARTS, linear=linear)

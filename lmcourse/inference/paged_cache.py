@@ -20,9 +20,9 @@ from itertools import accumulate
 from numba import types
 from numba.extending import overload
 from ..architecture.attention_torch import causal_attention
-from ..architecture.transpose import share
+from ..architecture.transpose import on_threads, threads_for
 from ..architecture.fused import exp2_below
-from ..tools.compiled import borrow, fused, prefetch
+from ..tools.compiled import borrow, fused, kernel, prefetch
 
 # %% ../../nbs/07_inference/07ab_paged_cache.ipynb #b2a60bf1
 class BlockPool:
@@ -386,7 +386,8 @@ def _softmax(scores):
 
 # %% ../../nbs/07_inference/07ab_paged_cache.ipynb #e647bb3d
 @fused
-def attend_blocks(q, keys, values, tables, owners, positions, window, scale, out, begin, end):
+def attend_blocks(q, keys, values, tables, owners, positions, window, scale, out, part, begin,
+                  end):
     """Compute attention of queries `begin` to `end - 1` into `out` `(N, H, K)`.
     Each query reads the keys that it sees block by block, where they are."""
     (G, size), each = keys.shape[1:3], q.shape[1]//keys.shape[1]
@@ -427,7 +428,12 @@ def paged_attention(
     q, k, v, tables, owners, positions = (a.contiguous().numpy()
                                           for a in (q, keys, values, rows.tables, rows.owners,
                                                     rows.positions))
-    attend = partial(attend_blocks, q, k, v, tables, owners, positions, window or everything,
-                     k.dtype.type(q.shape[-1]**-.5), out.numpy())
-    share(attend, len(q), q.size*min(int(positions.max()) + 1, window or everything))
+    work = q.size*min(int(positions.max()) + 1, window or everything)
+    _attend_all(q, k, v, tables, owners, positions, window or everything,
+                k.dtype.type(q.shape[-1]**-.5), out.numpy(), threads_for(len(q), work))
     return out
+
+@kernel
+def _attend_all(q, keys, values, tables, owners, positions, window, scale, out, threads):
+    arguments = q, keys, values, tables, owners, positions, window, scale, out
+    on_threads(attend_blocks, arguments, len(q), threads)
