@@ -37,6 +37,21 @@ def test_values_and_gradients(shape, window, counted):
     assert counted
 
 
+def test_heads_of_a_token_may_lie_side_by_side(monkeypatch):
+    "As without RoPE: nothing is copied, and the gradients lie as the queries and keys do"
+    apart, given, found = heads(2, 4, 2, 96, 32), [], []
+    side_by_side = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in apart]
+    run = page._attend_all
+    monkeypatch.setattr(page, "_attend_all", lambda *a: (given.append([x.__array_interface__["data"][0] for x in a[:3]]), run(*a)))
+    for inputs in (apart, side_by_side):
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        y = fused_attention(*leaves)
+        found.append([y.detach(), *torch.autograd.grad((y*y.detach().cos()).sum(), leaves)])
+        assert given[-1] == [x.data_ptr() for x in inputs]
+    check_close(found[1], found[0], 1e-5, 1e-5)
+    assert [g.stride() for g in found[1][1:]] == [x.stride() for x in side_by_side] and found[0][1].is_contiguous()
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_threads(threads, monkeypatch):
     monkeypatch.setattr(transpose, "SHARED", 1)

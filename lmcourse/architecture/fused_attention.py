@@ -260,6 +260,10 @@ def _in_blocks(q:Tensor, k:Tensor, v:Tensor, window:int)->bool: # Whether the ke
     return (k.shape == v.shape == (B, G, T, K) and not (H % G or T % BLOCK or K % BLOCK)
             and window >= 1)
 
+def _array(x:Tensor)->np.ndarray: # The kernels need only the numbers of a row side by side
+    x = x.detach()
+    return (x if x.stride(-1) == 1 else x.contiguous()).numpy()
+
 def _attend(q:Tensor, k:Tensor, v:Tensor, window:int)->tuple[Tensor, Tensor]:
     if not _in_blocks(q, k, v, window): # The kernel doesn't check where arrays end
         shapes = ", ".join(f"{tuple(x.shape)}" for x in (q, k, v))
@@ -267,7 +271,7 @@ def _attend(q:Tensor, k:Tensor, v:Tensor, window:int)->tuple[Tensor, Tensor]:
                          f"(B, H, T, K), (B, G, T, K) twice, T and K multiples of {BLOCK}, H of G")
     (B, H, T, K), G, new = q.shape, k.shape[1], q.new_empty
     out, log_sums = new(B, T, H, K), new(B, H, T)
-    arrays = [x.detach().contiguous().numpy() for x in (q, k, v.transpose(1, 2), out, log_sums)]
+    arrays = [_array(x) for x in (q, k, v.transpose(1, 2), out, log_sums)]
     shapes = (T//BLOCK, K, BLOCK), (T//BLOCK, BLOCK, BLOCK), (2, BLOCK, BLOCK)
     threads = threads_for(B*G, B*H*T*T)
     _attend_all(*arrays, window, np.float32(K**-.5),
@@ -277,8 +281,8 @@ def _attend(q:Tensor, k:Tensor, v:Tensor, window:int)->tuple[Tensor, Tensor]:
 def _attend_backward(dout:Tensor, q:Tensor, k:Tensor, v:Tensor, out:Tensor, log_sums:Tensor,
                      window:Tensor)->tuple[Tensor, Tensor, Tensor]:
     (B, H, T, K), G, new, v = q.shape, k.shape[1], q.new_empty, v.transpose(1, 2)
-    grads = dq, dk, dv = new(q.shape), new(k.shape), new(v.shape)
-    arrays = [x.detach().contiguous().numpy() for x in (dout, q, k, v, out, log_sums)]
+    grads = dq, dk, dv = torch.empty_like(q), torch.empty_like(k), new(v.shape)
+    arrays = [_array(x) for x in (dout, q, k, v, out, log_sums)]
     shapes = (2, T//BLOCK, K, BLOCK), (2, T//BLOCK, BLOCK, BLOCK), (BLOCK,)
     threads = threads_for(B*G, B*H*T*T)
     _attend_all_backward(*arrays, int(window), np.float32(K**-.5), *(x.numpy() for x in grads),
