@@ -66,6 +66,8 @@ def test_small_and_transposed_products_stay_with_torch_where_little_is_gained(ha
         return sum("_linear_pointwise" in e.name for e in record.events())
     layer = OneDNNLinear(24, 40)
     assert [called(layer, x) for x in (small, large)] == ([0, 2] if halves else [3, 3])
+    wide = OneDNNLinear(40, 24)                                 # The gradient of its weight has more columns than rows
+    assert [called(wide, drawn(n, 40)) for n in (8, 40)] == ([0, 3] if halves else [3, 3])
     monkeypatch.undo()                                          # As on this machine
     assert onednn._pays(large, large.T) in (True, False)
     assert len(torch._dynamo.explain(layer)(large.detach().requires_grad_()).graphs) == 1, "the compiler looks into what is asked"

@@ -37,7 +37,8 @@ _HALVES = "+avxvnni" not in host_features()
 _SMALLEST = 2**25 # Operations from which on oneDNN gains on Zen 4
 
 def _pays(a, b): # Whether oneDNN is faster
-    return not _HALVES or a.is_contiguous() and 2*a.numel()*b.shape[1] >= _SMALLEST
+    flat = a.is_contiguous() or len(a) < b.shape[1] # Little to copy, next to the result
+    return not _HALVES or flat and 2*a.numel()*b.shape[1] >= _SMALLEST
 
 # %% ../../nbs/03_architecture/03j_onednn.ipynb #e9f5a383
 def _product(a, b): # oneDNN has no fast kernel for a second factor with gaps between its rows
