@@ -50,6 +50,9 @@ def test_heads_of_a_token_may_lie_side_by_side(monkeypatch):
         assert given[-1] == [x.data_ptr() for x in inputs]
     check_close(found[1], found[0], 1e-5, 1e-5)
     assert [g.stride() for g in found[1][1:]] == [x.stride() for x in side_by_side] and found[0][1].is_contiguous()
+    for inputs in (apart, side_by_side):                        # The compiler is told the same shapes and strides
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        torch.library.opcheck(torch.ops.lmcourse.attend, (*leaves, 96), test_utils=("test_faketensor", "test_aot_dispatch_static"))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

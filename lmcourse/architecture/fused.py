@@ -312,9 +312,8 @@ def fused_ffn(config:ModelConfig, linear:Callable=Linear, **how:Any)->nn.Module:
 # %% ../../nbs/03_architecture/03k_fused.ipynb #24f6a659
 @fused
 def rotate_rows(x, weight, table, eps, y, part, start, stop):
-    """Normalize the heads of some sequences unless `eps` is below 0, and rotate them by RoPE: `x`
-    is `(B, T, H, K)`, `y` `(B, H, T, K)`, and a row of the table holds cosine, sine, cosine and
-    so on."""
+    """Normalize heads unless `eps` is below 0, and rotate them by RoPE: `x` is `(B, T, H, K)`,
+    `y` `(B, H, T, K)`, and a row of the table holds cosine, sine, cosine and so on."""
     T, H, K = x.shape[1:]
     for b in range(start, stop):
         for t in range(T):

@@ -242,7 +242,7 @@ def attend_backward(dout, q, k, v, out, log_sums, window, scale, dq, dk, dv, pan
                 mix_back(dscores, queries, dkeys, low, h > g*(H//G))
                 mix_back(probs, dy, dvalues, low, h > g*(H//G))
 
-# %% ../../nbs/03_architecture/03l_fused_attention.ipynb #ccc6170c
+# %% ../../nbs/03_architecture/03l_fused_attention.ipynb #f8e47fc2
 @kernel
 def _attend_all(q, k, v, out, log_sums, window, scale, panels, scores, room, threads):
     arguments = q, k, v, out, log_sums, window, scale, panels, scores, room
@@ -264,6 +264,7 @@ def _array(x:Tensor)->np.ndarray: # The kernels need only the numbers of a row s
     x = x.detach()
     return (x if x.stride(-1) == 1 else x.contiguous()).numpy()
 
+# %% ../../nbs/03_architecture/03l_fused_attention.ipynb #ccc6170c
 def _attend(q:Tensor, k:Tensor, v:Tensor, window:int)->tuple[Tensor, Tensor]:
     if not _in_blocks(q, k, v, window): # The kernel doesn't check where arrays end
         shapes = ", ".join(f"{tuple(x.shape)}" for x in (q, k, v))
@@ -293,7 +294,7 @@ attend_heads = operator(
     "attend", _attend, _attend_backward,
     lambda inputs, output: (*inputs[:3], *output, torch.tensor(inputs[3])),
     lambda q, k, v, window: (q.new_empty(q.transpose(1, 2).shape), q.new_empty(q.shape[:3])),
-    lambda dout, q, k, v, *_: (q.new_empty(q.shape), k.new_empty(k.shape),
+    lambda dout, q, k, v, *_: (torch.empty_like(q), torch.empty_like(k),
                                v.new_empty(v.transpose(1, 2).shape).transpose(1, 2)))
 
 # %% ../../nbs/03_architecture/03l_fused_attention.ipynb #4980b82f
