@@ -51,8 +51,9 @@ def test_heads_of_a_token_may_lie_side_by_side(monkeypatch):
     check_close(found[1], found[0], 1e-5, 1e-5)
     assert [g.stride() for g in found[1][1:]] == [x.stride() for x in side_by_side] and found[0][1].is_contiguous()
     for inputs in (apart, side_by_side):                        # The compiler is told the same shapes and strides
-        leaves = [x.detach().requires_grad_() for x in inputs]
-        torch.library.opcheck(torch.ops.lmcourse.attend, (*leaves, 96), test_utils=("test_faketensor", "test_aot_dispatch_static"))
+        out, log_sums = page._attend(*inputs, 96)
+        torch.library.opcheck(torch.ops.lmcourse.attend, (*inputs, 96), test_utils="test_faketensor")
+        torch.library.opcheck(torch.ops.lmcourse.attend_backward, (drawn(*out.shape, seed=4), *inputs, out, log_sums, torch.tensor(96)), test_utils="test_faketensor")
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
