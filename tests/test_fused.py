@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from lmcourse.accounting.activations import activation_bytes
 from lmcourse.accounting.run_cost import memory_format
 from lmcourse.architecture.attention_torch import RoPE, prepare_heads
-from lmcourse.architecture import fused, transpose
+from lmcourse.architecture import fused, onednn, transpose
 from lmcourse.architecture.fused import FusedFeedForward, FusedRMSNorm, MixedPrecisionLinear, exp2_below, fused_ffn, fused_gelu, fused_heads, fused_loss, head_loss, largest, rms_norm, swiglu, rotate_heads
 from lmcourse.architecture.fused_attention import FUSED_PARTS
 from lmcourse.architecture.layers_torch import FeedForward, Linear, RMSNorm, check_same, gelu, linear_cross_entropy, rmsnorm, silu
@@ -125,7 +125,8 @@ def test_a_step_is_the_readable_model_s(fields):
             steps.append((loss, engine.optimizer_step(1e-3)))
         found.append(steps)
     check_close(found[1], found[0], 2e-5)
-    assert found[2] == found[compiles()]                        # `auto` takes no kernels that would run as plain Python
+    if compiles(): assert found[2] == found[1]
+    else: check_close(found[2], found[0], 1e-6)                 # `auto` takes no kernels that would run as plain Python
 
 
 def test_recomputed_and_in_parts():
@@ -320,22 +321,26 @@ def test_one_thread_or_two(monkeypatch, threads, ffn):
 
 @pytest.mark.parametrize("kind", [FusedLinear, OneDNNLinear])
 @pytest.mark.parametrize("ffn", ["swiglu", "gelu"])
-def test_a_network_that_is_one_operator(kind, ffn, monkeypatch):
-    "The values and gradients of the readable network, and one array less to keep; flops are counted"
+@pytest.mark.parametrize("halves", [False, True])
+def test_a_network_that_is_one_operator(kind, ffn, halves, monkeypatch):
+    "The values and gradients of the readable network, and one array less to keep; whoever counts FLOPs sees the layers"
     from lmcourse.accounting.flops import flop_counter
     if kind is OneDNNLinear and not hasattr(torch.ops.mkldnn, "_linear_pointwise"): pytest.skip("this torch has no oneDNN")
+    monkeypatch.setattr(onednn, "_HALVES", halves)              # Whether small products stay with torch
     x, made, found, kept, counts = drawn(3, 40, 16), [], [], [], []
     apply = fused._Network.apply
     monkeypatch.setattr(fused._Network, "apply", lambda *a: (made.append(a[1]), apply(*a))[1])
     plain, ours = FeedForward(16, 48, ffn), FusedFeedForward(16, 48, ffn, linear=kind)
     ours.load_state_dict(plain.state_dict())
     for network in (plain, ours):
+        with flop_counter() as counter: network(x.clone().requires_grad_()).sum().backward()   # It watches all layers
+        counts.append(counter.get_total_flops())
+        network.zero_grad()
         leaf, sizes = x.clone().requires_grad_(), {}
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: (sizes.update({t.data_ptr(): t.numel()}), t)[1], lambda t: t), flop_counter() as counter:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (sizes.update({t.data_ptr(): t.numel()}), t)[1], lambda t: t):
             (y := network(leaf)).square().sum().backward()
         found.append([y.detach(), leaf.grad, *(p.grad.clone() for p in network.parameters())])
         kept.append(list(sizes.values()).count(3*40*48))
-        counts.append(counter.get_total_flops())
     check_close(found[1], found[0], 1e-4, 1e-4)
     assert made == [kind] and kept[1] == (2 if ffn == "swiglu" else 1) < kept[0] and counts[0] == counts[1]
     seen = []

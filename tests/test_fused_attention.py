@@ -41,6 +41,7 @@ def test_heads_of_a_token_may_lie_side_by_side(monkeypatch):
     "As without RoPE: nothing is copied, and the gradients lie as the queries and keys do"
     apart, given, found = heads(2, 4, 2, 96, 32), [], []
     side_by_side = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in apart]
+    upright = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in apart]       # The numbers of a key are far apart
     run = page._attend_all
     monkeypatch.setattr(page, "_attend_all", lambda *a: (given.append([x.__array_interface__["data"][0] for x in a[:3]]), run(*a)))
     for inputs in (apart, side_by_side):
@@ -50,7 +51,11 @@ def test_heads_of_a_token_may_lie_side_by_side(monkeypatch):
         assert given[-1] == [x.data_ptr() for x in inputs]
     check_close(found[1], found[0], 1e-5, 1e-5)
     assert [g.stride() for g in found[1][1:]] == [x.stride() for x in side_by_side] and found[0][1].is_contiguous()
-    for inputs in (apart, side_by_side):                        # The compiler is told the same shapes and strides
+    for odd in (upright, [x.contiguous(memory_format=torch.channels_last) for x in apart], [upright[0], *apart[1:]], [apart[0], upright[1], apart[2]]):
+        check_same(fused_attention, causal_attention, *odd, rtol=1e-4, atol=2e-5)
+        leaves = [x.detach().requires_grad_() for x in odd]
+        check_close(torch.autograd.grad(fused_attention(*leaves).square().sum(), leaves), torch.autograd.grad(causal_attention(*leaves).square().sum(), leaves), 1e-4, 2e-5)
+    for inputs in (apart, side_by_side, upright):               # The compiler is told the same shapes and strides
         out, log_sums = page._attend(*inputs, 96)
         torch.library.opcheck(torch.ops.lmcourse.attend, (*inputs, 96), test_utils="test_faketensor")
         torch.library.opcheck(torch.ops.lmcourse.attend_backward, (drawn(*out.shape, seed=4), *inputs, out, log_sums, torch.tensor(96)), test_utils="test_faketensor")

@@ -11,7 +11,7 @@ ROOT, BIN = Path(__file__).resolve().parent.parent, Path(sys.executable).parent
 BUSY = [sys.executable, "-c", "while True: pass"]
 ONE_CORE = ["taskset", "-c", "0"] if shutil.which("taskset") else None
 # Their kernels are made of machine instructions that plain Python does not have, or would take hours there.
-COMPILED = """00m_compiled 01d_fast_bpe 01e_tokenizer 01f_explorer 01g_token_files 03h_fast_np 03l_fused_attention 04a_data 04k_trainer 06a_sweep 06c_case 06d_doctor 07aa_fast_decoder 07ab_paged_cache
+COMPILED = """00m_compiled 01d_fast_bpe 01e_tokenizer 01f_explorer 01g_token_files 03h_fast_np 03ia_transpose 03l_fused_attention 04a_data 04k_trainer 06a_sweep 06c_case 06d_doctor 07aa_fast_decoder 07ab_paged_cache
 07b_engine 07c_speculative 07d_quantization 07e_draft_engine 07z_inference 11d_mup 12a_perplexity 13g_minhash 90a_bench 90b_bench_generation 90f_serve
 90d_throughput 90g_cli test_bench_command test_case test_checkpoint test_cli test_compiled test_data test_doctor test_engine
 test_exercises_inference test_explorer test_fast_bpe test_generate test_interactive test_kernel test_kv_cache test_paged_cache test_parts test_quantization

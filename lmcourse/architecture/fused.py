@@ -19,7 +19,7 @@ from ..tools.compiled import fused, kernel, strict
 from ..tools.config import ModelConfig
 from .transpose import fits, on_threads, threads_for
 from .onednn import add_product, can_join, operator, product, vectors_idle
-from .onednn import watched
+from .onednn import watched, without_autocast
 from .layers_torch import FeedForward, Linear, RMSNorm
 from .layers_torch import check_index, linear_cross_entropy, linears
 from .attention_torch import RoPE, prepare_heads
@@ -269,26 +269,24 @@ fused_gelu = operator("fused_gelu", _gelu, _gelu_backward, lambda inputs, output
 # %% ../../nbs/03_architecture/03k_fused.ipynb #46bbd9ee
 class _Network(torch.autograd.Function): # Keeps what goes into the activation, not its output
     @staticmethod
-    def forward(ctx, x, kind, w2, *inner): # `inner` is `w1` and, with a gate, `w3`
-        rows = x.reshape(-1, x.shape[-1])
-        inputs = [kind.multiply(rows, w.T) for w in inner]
-        ctx.save_for_backward(rows, w2, *inner, *inputs)
+    def forward(ctx, x, kind, w2, *inner): # Rows; `inner` is `w1` and, with a gate, `w3`
+        inputs = [kind.multiply(x, w.T) for w in inner]
+        ctx.save_for_backward(x, w2, *inner, *inputs)
         ctx.kind = kind
-        y = (_swiglu if len(inner) == 2 else _gelu)(*inputs)
-        return kind.multiply(y, w2.T).reshape(*x.shape[:-1], len(w2))
+        return kind.multiply((_swiglu if len(inner) == 2 else _gelu)(*inputs), w2.T)
 
     @staticmethod
+    @without_autocast
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
-        kind, (rows, w2, *both) = ctx.kind, ctx.saved_tensors
+        kind, (x, w2, *both) = ctx.kind, ctx.saved_tensors
         inner, inputs = both[:len(both)//2], both[len(both)//2:]
-        dout, shape = dout.reshape(-1, len(w2)), (*dout.shape[:-1], rows.shape[1])
         dy, y = kind.multiply(dout, w2), _like(inputs[0])
         gradients:Any = _swiglu_gradients if len(inner) == 2 else _gelu_gradients
         grads = gradients(dy, *inputs, y)
         dw2, dx = kind.multiply(dout.T, y), kind.multiply(grads[0], inner[0])
         for grad,w in zip(grads[1:], inner[1:]): dx = kind.multiply_add(dx, grad, w)
-        return dx.reshape(shape), None, dw2, *(kind.multiply(grad.T, rows) for grad in grads)
+        return dx, None, dw2, *(kind.multiply(grad.T, x) for grad in grads)
 
 # %% ../../nbs/03_architecture/03k_fused.ipynb #5d82ce67
 class FusedFeedForward(FeedForward):
@@ -296,7 +294,9 @@ class FusedFeedForward(FeedForward):
     def forward(self, x:Tensor)->Tensor: # `(..., D)`
         inner = (self.w1,) if self.w3 is None else (self.w1, self.w3)
         if can_join(x, *inner, self.w2):
-            return _Network.apply(x, type(self.w2), *(w.weight for w in (self.w2, *inner)))
+            weights = [layer.weight for layer in (self.w2, *inner)]
+            y = _Network.apply(x.reshape(-1, x.shape[-1]), type(self.w2), *weights)
+            return y.reshape(*x.shape[:-1], len(weights[0]))
         if self.w3 is None:
             a = self.w1(x)
             return self.w2(fused_gelu(a) if fits(a) else self.activation(a))

@@ -264,6 +264,10 @@ def _array(x:Tensor)->np.ndarray: # The kernels need only the numbers of a row s
     x = x.detach()
     return (x if x.stride(-1) == 1 else x.contiguous()).numpy()
 
+def _room(x:Tensor)->Tensor: # Room for the gradient of `x`, in the same order if the kernel can
+    y = torch.empty_like(x)
+    return y if y.stride(-1) == 1 else x.new_empty(x.shape)
+
 # %% ../../nbs/03_architecture/03l_fused_attention.ipynb #ccc6170c
 def _attend(q:Tensor, k:Tensor, v:Tensor, window:int)->tuple[Tensor, Tensor]:
     if not _in_blocks(q, k, v, window): # The kernel doesn't check where arrays end
@@ -282,7 +286,7 @@ def _attend(q:Tensor, k:Tensor, v:Tensor, window:int)->tuple[Tensor, Tensor]:
 def _attend_backward(dout:Tensor, q:Tensor, k:Tensor, v:Tensor, out:Tensor, log_sums:Tensor,
                      window:Tensor)->tuple[Tensor, Tensor, Tensor]:
     (B, H, T, K), G, new, v = q.shape, k.shape[1], q.new_empty, v.transpose(1, 2)
-    grads = dq, dk, dv = torch.empty_like(q), torch.empty_like(k), new(v.shape)
+    grads = dq, dk, dv = _room(q), _room(k), new(v.shape)
     arrays = [_array(x) for x in (dout, q, k, v, out, log_sums)]
     shapes = (2, T//BLOCK, K, BLOCK), (2, T//BLOCK, BLOCK, BLOCK), (BLOCK,)
     threads = threads_for(B*G, B*H*T*T)
@@ -294,7 +298,7 @@ attend_heads = operator(
     "attend", _attend, _attend_backward,
     lambda inputs, output: (*inputs[:3], *output, torch.tensor(inputs[3])),
     lambda q, k, v, window: (q.new_empty(q.transpose(1, 2).shape), q.new_empty(q.shape[:3])),
-    lambda dout, q, k, v, *_: (torch.empty_like(q), torch.empty_like(k),
+    lambda dout, q, k, v, *_: (_room(q), _room(k),
                                v.new_empty(v.transpose(1, 2).shape).transpose(1, 2)))
 
 # %% ../../nbs/03_architecture/03l_fused_attention.ipynb #4980b82f

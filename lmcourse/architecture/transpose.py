@@ -157,6 +157,9 @@ def on_threads(typingctx, kernel, arguments, items, threads):
         return context.get_dummy_value()
     return types.void(kernel, arguments, number, threads), write
 
+def _in_one_part(kernel, arguments, items, threads): kernel(*arguments, 0, 0, items)
+if not compiles(): on_threads = _in_one_part     # in plain Python
+
 # %% ../../nbs/03_architecture/03ia_transpose.ipynb #35136c73
 def fits(
     *tensors:torch.Tensor, # Activations and weights

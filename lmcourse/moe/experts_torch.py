@@ -16,6 +16,7 @@ from ..tools.config import ModelConfig, unknown
 from ..architecture.layers_torch import ACTIVATIONS, FeedForward, Linear
 from ..architecture.layers_torch import add_auxiliary_loss, at_least_float32
 from ..architecture.layers_torch import truncated_normal
+from ..architecture.onednn import FusedLinear, OneDNNLinear
 from .experts_np import capacity
 
 # %% ../../nbs/08_moe/08c_experts_torch.ipynb #4a34655d
@@ -215,7 +216,8 @@ class MoE(nn.Module):
     def logits(self, x:torch.Tensor)->torch.Tensor: # `(..., D)` to `(..., E)`, at least float32
         "Compute the router's logits for each token."
         with torch.autocast(x.device.type, enabled=False):
-            if type(self.router) is not nn.Linear: return at_least_float32(self.router(x))
+            if type(self.router) not in (nn.Linear, FusedLinear, OneDNNLinear):
+                return at_least_float32(self.router(x))
             return F.linear(at_least_float32(x), at_least_float32(self.router.weight))
 
     def route(self, logits:torch.Tensor)->tuple: # Experts and weights `(N, k)`
