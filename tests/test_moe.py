@@ -389,3 +389,13 @@ def test_who_does_not_know_experts_says_so_by_name():
                        (lambda: Engine(latent), "Engine does not compute kv_lora_rank = 12"), (lambda: Int8Cache(latent.config), "Int8Cache does not compute kv_lora_rank = 12"),
                        (lambda: Engine(TransformerLM(replace(SMALL, capacity_factor=1.))), "Engine does not compute capacity_factor = 1.0")):
         with pytest.raises(ValueError, match=words): who()
+
+
+@pytest.mark.parametrize("kind", ["Linear", "FusedLinear", "OneDNNLinear"])
+def test_a_router_in_bfloat16_multiplies_in_float32(kind):
+    "Whatever class of layer a CPU gets: rounded logits would choose other experts"
+    from lmcourse.architecture import onednn
+    moe, x = MoE(SMALL, linear=getattr(onednn, kind)).bfloat16(), torch.randn(9, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    logits = moe.logits(x)
+    assert logits.dtype == torch.float32 and not torch.equal(logits, logits.bfloat16().float())
+    check_close(logits, x.float()@moe.router.weight.float().T, 1e-5, 1e-5)
