@@ -162,7 +162,7 @@ def test_threads_work_while_the_caller_has_pythons_lock(threads):
     if transpose.torch_threads(): assert ends[:, 2].tolist() == [2, 2]
 
 
-def test_plain_python_takes_one_part(monkeypatch):
+def test_plain_python_takes_one_part():
     found = []
     transpose._in_one_part(lambda *a: found.append(a), (1, 2), 10, (0, 4))
     assert found == [(1, 2, 0, 0, 10)]

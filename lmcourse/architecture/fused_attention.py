@@ -158,8 +158,8 @@ def exponentials(scores, room, log_sums, low, scale):
 def attend(q, k, v, out, log_sums, window, scale, panels, scores, room, part, start, stop):
     """Compute causal attention for some groups of heads: `q` is `(B, H, T, K)`, `k`
     `(B, G, T, K)`, `v` `(B, T, G, K)`, `out` `(B, T, H, K)`. Groups are numbered from 0 to
-    `B*G - 1`. `log_sums` are base 2. `panels`, `scores` and `room` are room to compute in, for
-    each part of its own."""
+    `B*G - 1`. `log_sums` are base 2. `panels`, `scores` and `room` are room to compute in; their
+    first index is the part."""
     (H, T, K), G = q.shape[1:], k.shape[1]
     keys, rows, sums_room = borrow(panels)[part], borrow(scores)[part], borrow(room)[part]
     for n in range(start, stop):
@@ -216,8 +216,8 @@ def scores_gradient(scores, dscores, log_sums, delta, low, scale):
 @fused
 def attend_backward(dout, q, k, v, out, log_sums, window, scale, dq, dk, dv, panels, scores,
                     room, part, start, stop):
-    """Compute the gradients of `attend`, whose arguments it takes. `panels` and `scores` hold two
-    of each for a part, for keys and values, and `room` 32 numbers."""
+    """Compute the gradients of `attend`, whose arguments it takes. For each part, `panels` and
+    `scores` hold two of each, for keys and values, and `room` holds 32 numbers."""
     (H, T), G = q.shape[1:3], k.shape[1]
     key_panels, value_panels = borrow(panels)[part, 0], borrow(panels)[part, 1]
     delta = borrow(room)[part]
@@ -260,7 +260,7 @@ def _in_blocks(q:Tensor, k:Tensor, v:Tensor, window:int)->bool: # Whether the ke
     return (k.shape == v.shape == (B, G, T, K) and not (H % G or T % BLOCK or K % BLOCK)
             and window >= 1)
 
-def _array(x:Tensor)->np.ndarray: # The kernels need only the numbers of a row side by side
+def _as_it_lies(x:Tensor)->np.ndarray: # The kernels need only the numbers of a row side by side
     x = x.detach()
     return (x if x.stride(-1) == 1 else x.contiguous()).numpy()
 
@@ -276,7 +276,7 @@ def _attend(q:Tensor, k:Tensor, v:Tensor, window:int)->tuple[Tensor, Tensor]:
                          f"(B, H, T, K), (B, G, T, K) twice, T and K multiples of {BLOCK}, H of G")
     (B, H, T, K), G, new = q.shape, k.shape[1], q.new_empty
     out, log_sums = new(B, T, H, K), new(B, H, T)
-    arrays = [_array(x) for x in (q, k, v.transpose(1, 2), out, log_sums)]
+    arrays = [_as_it_lies(x) for x in (q, k, v.transpose(1, 2), out, log_sums)]
     shapes = (T//BLOCK, K, BLOCK), (T//BLOCK, BLOCK, BLOCK), (2, BLOCK, BLOCK)
     threads = threads_for(B*G, B*H*T*T)
     _attend_all(*arrays, window, np.float32(K**-.5),
@@ -287,7 +287,7 @@ def _attend_backward(dout:Tensor, q:Tensor, k:Tensor, v:Tensor, out:Tensor, log_
                      window:Tensor)->tuple[Tensor, Tensor, Tensor]:
     (B, H, T, K), G, new, v = q.shape, k.shape[1], q.new_empty, v.transpose(1, 2)
     grads = dq, dk, dv = _room(q), _room(k), new(v.shape)
-    arrays = [_array(x) for x in (dout, q, k, v, out, log_sums)]
+    arrays = [_as_it_lies(x) for x in (dout, q, k, v, out, log_sums)]
     shapes = (2, T//BLOCK, K, BLOCK), (2, T//BLOCK, BLOCK, BLOCK), (BLOCK,)
     threads = threads_for(B*G, B*H*T*T)
     _attend_all_backward(*arrays, int(window), np.float32(K**-.5), *(x.numpy() for x in grads),
