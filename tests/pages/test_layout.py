@@ -232,6 +232,25 @@ def test_pictures_fit_light_and_dark_pages(name):
             assert len(corner) == 4 and corner[3] == 0, "".join(c["source"])
 
 
+def cut_bars(src):
+    "Whether a cell draws bars whose lengths don't start at zero: their axis is logarithmic, or its limit lies above zero."
+    for call, axis in ((r"\.bar\(", "y"), (r"\.barh\(", "x")):
+        if re.search(call, src) and re.search(rf"\b(set_)?{axis}scale(=|\()['\"]log|\b(set_)?{axis}lim(=\(|\()\.?[1-9]", src): return True
+    return False
+
+
+@pytest.mark.parametrize("name", [n for n in CELLS if n >= "07"])
+def test_bars_begin_at_zero(name):
+    "A bar says its number by its length. Where a logarithmic axis is needed, dots do."
+    cut = [src for src in CODE[name] if "figure(" in src and cut_bars(src)]
+    assert not cut, "\n\n".join(cut)
+
+
+def test_cut_bars_are_seen():
+    assert cut_bars("ax.bar(x, y); ax.set(yscale='log')") and cut_bars("ax.barh(x, y); ax.set(xlim=(.5, 1))")
+    assert not cut_bars("ax.bar(x, y); ax.set(xscale='log', ylim=(0, 1))") and not cut_bars("ax.plot(x, y); ax.set(yscale='log')")
+
+
 PROSE = [n for n in CELLS if n[2:3] != "z" and n not in FIRST]   # Graders' pages are another kind
 
 
