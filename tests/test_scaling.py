@@ -312,7 +312,7 @@ def test_report_and_plot(tmp_path):
     assert [r["what"] for r in law.rows] == ["E", "A", "B", "alpha", "beta", "exponent of the best size"] and len(answer) == 4
     largest = scaling.runs.flops.max()
     assert not scaling.warnings(FAR*largest) and "times the largest run" in scaling.warnings(FAR*largest*1.1)[0]
-    assert scaling_plot(scaling, 1e24)[0].get_title().startswith("warning: 1e+24 FLOPs are") and not scaling_plot(scaling, 1e18)[0].get_title()
+    assert scaling_plot(scaling, 1e24)[0].get_title(loc="left").startswith("warning: 1e+24 FLOPs are") and not scaling_plot(scaling, 1e18)[0].get_title(loc="left")
     assert "half of them lie within" in next(iter(scaling_lines(scaling, 1e20)))
 
 

@@ -178,5 +178,5 @@ def scaling_plot(
     axes[1].axvspan(*ends, color=COLORS[3], alpha=.15)
     axes[1].set(xlabel=f"parameters, at {flops:.3g} FLOPs", ylabel="loss")
     if words := scaling.warnings(flops):
-        axes[0].set_title("warning: " + words[0], fontsize=7, color=COLORS[3])
+        axes[0].set_title("warning: " + words[0], fontsize=9, color=COLORS[3], loc="left")
     return axes
