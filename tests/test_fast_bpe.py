@@ -539,4 +539,4 @@ print(sorted({module for module in compiled if module.startswith("numba.")}))
 def test_first_use_compiles_no_more_than_it_needs(tmp_path):
     "A row assigned to a row would compile a check that writes a message: two seconds for nothing."
     out = subprocess.run([sys.executable, "-c", FIRST_USE], env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True, check=True).stdout
-    assert "unicode" not in out and out.strip() == "['numba.cpython.builtins']"
+    assert out.strip() in ("['numba.cpython.builtins']", "[]"), "[]: Numba 0.60"

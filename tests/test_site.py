@@ -445,7 +445,7 @@ def test_nbdev_leaves_the_readme_alone(tmp_path, monkeypatch):
 
 def test_llms_txt_lists_every_page():
     class cfg: title, description, doc_host, doc_baseurl = "t", "d", "https://me.io", "/c"
-    text = llms(cfg, [("", ["index.ipynb"]), ("01 One", ["01a_bpe.ipynb"])], {"index.ipynb": "index.html", "01a_bpe.ipynb": "bpe.html"}, {"index.ipynb": {}, "01a_bpe.ipynb": dict(title="BPE", description="Merges.")})
+    text = llms(cfg, [("", ["index.ipynb"], []), ("01 One", [], ["01a_bpe.ipynb"])], {"index.ipynb": "index.html", "01a_bpe.ipynb": "bpe.html"}, {"index.ipynb": {}, "01a_bpe.ipynb": dict(title="BPE", description="Merges.")})
     assert text.startswith("# t\n\n> d\n") and "## 01 One\n\n- [BPE](https://me.io/c/bpe.html.md): Merges.\n" in text
 
 

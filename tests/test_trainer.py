@@ -545,6 +545,7 @@ def test_a_picture_is_drawn_once_and_then_again(data, tmp_path, monkeypatch):
     train, valid, *_ = (axes := plot_runs({name: folder for name in names})).lines
     texts = axes.get_legend().get_texts()
     assert [t.get_text() for t in texts[:3]] == [f"validation, {name}" for name in ("_a", "$x$", "caf?")] and not any(t.get_parse_math() for t in texts)
+    assert texts[3].get_text() == "training (pale)" and axes.xaxis.get_major_formatter()(2.5e6) == "2.5M" # The pale lines are named, and no 1e6 stands at the axis
     assert list(train.get_xdata()) == [32*6*step for step in range(1, 13)] and list(valid.get_xdata()) == [32*6*step for step in (4, 8, 12)]
 
 

@@ -37,13 +37,13 @@ LISTS = {"97c_api"}             # Its tables repeat what stands on other pages: 
 
 
 def sidebar(cfg, found):
-    "Sections [(title, [notebook, ...])] from _quarto.yml, which must name every notebook and no other. Companions are a section of their own."
+    "Sections [(title, [notebook, ...], [companion, ...])] from _quarto.yml, which must name every notebook and no other."
     items = yaml.safe_load((cfg.config_path / "_quarto.yml").read_text(encoding="utf-8"))["website"]["sidebar"]["contents"]
     nav = []
     for o in items:
         title, listed = ("", [o]) if isinstance(o, str) else (o["section"], o["contents"])
-        nav += [(title, [n for n in listed if isinstance(n, str)])] + [(n["section"], n["contents"]) for n in listed if not isinstance(n, str)]
-    if odd := {n for _, s in nav for n in s} ^ set(found): sys.exit(f"in only one of _quarto.yml and nbs: {', '.join(sorted(odd))}")
+        nav.append((title, [n for n in listed if isinstance(n, str)], [n for part in listed if not isinstance(part, str) for n in part["contents"]]))
+    if odd := {n for _, main, more in nav for n in main + more} ^ set(found): sys.exit(f"in only one of _quarto.yml and nbs: {', '.join(sorted(odd))}")
     return nav
 
 
@@ -88,7 +88,7 @@ def build(cfg, proc, found, out):
     pages = {n: _nbpath2html(Path(n)).as_posix() for n in found}
     shutil.rmtree(out, ignore_errors=True)
     shutil.copytree(proc, out, ignore=shutil.ignore_patterns("*.ipynb", "*.yml", "styles.css", "theme.scss", "results", "_docs", ".*"))
-    katex, order = vendor_katex(out), [n for _, items in nav for n in items]
+    katex, order = vendor_katex(out), [n for _, main, more in nav for n in main + more]
     with multiprocessing.get_context("spawn").Pool(min(num_cpus(), 8)) as pool:
         made = dict(zip(order, pool.starmap(partial(one_page, proc=proc, base=base, out=out), [(n, pages[n]) for n in order], chunksize=1)))
     fronts = {n: front for n, (front, _, _) in made.items()}

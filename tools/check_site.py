@@ -195,7 +195,8 @@ def the_menu_of_a_phone_without_scripts(page, site):
     assert not page.locator("#lm-find").is_visible() and not page.locator(".sidebar").is_visible()
     page.mouse.wheel(0, 3000)
     page.locator("label.menu").click()
-    page.locator(".sidebar a").nth(2).click()
+    page.locator(".sidebar summary").first.click()
+    page.locator(".sidebar details a").first.click()
     assert "memory.html" not in page.url
     page.close()
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 EXTRAS = ("interop", "serve", "notebook")
 TESTING = ("pytest", "hypothesis")                              # Nothing else of the development tools
 TESTS = """account config names help documents tokenizer fast_bpe layers optim transformer accounting data checkpoint pretrained
-generate sampling kv_cache engine serve trainer""".split()
+generate sampling kv_cache engine serve trainer transpose fused fused_attention""".split()
 IMPORTS = """import importlib, json, pkgutil, lmcourse
 for m in pkgutil.walk_packages(lmcourse.__path__, "lmcourse."): importlib.import_module(m.name)"""
 VERSIONS = "import json, sys; from importlib.metadata import version; print(json.dumps({n: version(n) for n in sys.argv[1:]}))"

@@ -17,6 +17,7 @@ def plot_runs(
     runs:dict, # Name to the folder of a run
 ):
     "Plot training and validation loss against tokens, with the floor if known. Returns the `Axes`."
+    from matplotlib.ticker import EngFormatter
     ax, floors = figure(width=7, height=3.6)[1], set()
     for i,(name,run) in enumerate(runs.items()):
         metrics, per_step, color = read_metrics(run), _tokens_per_step(run), COLORS[i % len(COLORS)]
@@ -26,9 +27,11 @@ def plot_runs(
         ax.plot([m["step"]*per_step for m in valid], [m["valid_loss"] for m in valid], "o-",
                 color=color, markersize=3, label=f"validation, {_printable(name)}")
         if valid and "floor" in valid[-1]: floors.add(round(valid[-1]["floor"], 6))
+    ax.plot([], [], color=GREY, alpha=.5, linewidth=1, label="training (pale)")
     for nats in sorted(floors): # Runs on the same corpus share a floor
         ax.axhline(nats, color=GREY, linestyle="--", label="floor of the source")
     ax.set(xlabel="training tokens", ylabel="loss (nats per token)", ylim=(0, None))
+    ax.xaxis.set_major_formatter(EngFormatter(sep="")) # 20k, 3M
     for text in ax.legend().get_texts(): text.set_parse_math(False) # A name may contain $
     return ax
 

@@ -53,7 +53,7 @@ def llms(cfg, nav, pages, fronts):
     "llms.txt: what the site is, and each page with its sentence and the address of its markdown."
     lines = [f"# {cfg.title}", "", f"> {cfg.description}", "",
              "Each page is a notebook, given here as markdown with its code and printed outputs. Numbered notebooks export the library of the same name."]
-    for section, items in nav:
+    for section, main, more in nav:
         lines += ["", f"## {section or 'Start'}", ""]
-        lines += [f"- [{fronts[n].get('title', n)}]({cfg.doc_host}{cfg.doc_baseurl}/{pages[n]}.md): {fronts[n].get('description', '')}" for n in items]
+        lines += [f"- [{fronts[n].get('title', n)}]({cfg.doc_host}{cfg.doc_baseurl}/{pages[n]}.md): {fronts[n].get('description', '')}" for n in main + more]
     return "\n".join(lines) + "\n"
