@@ -239,7 +239,7 @@ def cut_bars(src):
     return False
 
 
-@pytest.mark.parametrize("name", [n for n in CELLS if n >= "07"])
+@notebooks
 def test_bars_begin_at_zero(name):
     "A bar says its number by its length. Where a logarithmic axis is needed, dots do."
     cut = [src for src in CODE[name] if "figure(" in src and cut_bars(src)]
