@@ -189,6 +189,7 @@ def test_every_empty_function_names_its_arguments(edition, name):
     ("    def f(): ...\n    def g(): ...\n\n    pair = f, g\n", "pair", "tuple", "`f()` and `g()`", ("pair", "def f(): ...\ndef g(): ...\n\npair = f, g")),
     ("**Implement** `loss(x, y_2)`: a number.\n\n    loss(1, 2) == 3\n", "loss", "Callable", "CS336's arguments; gives a number",
      ("loss", "def loss(x, y_2):\n    # CS336's arguments; gives a number\n    ...")),
+    ("", "loss", "Callable", "`loss(x)`, one array, gives a number", ("loss", "def loss(x):\n    # one array, gives a number\n    ...")),
     ("", "answer", "dict", "'a' and 'b', in nats", ("losses", "# 'a' and 'b', in nats\nlosses = {'a': None, 'b': None}"))])
 def test_stubs(task, arg, kind, comment, expected):
     assert student.stub(task, "check_losses", arg, kind, comment) == expected

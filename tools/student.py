@@ -52,7 +52,7 @@ def needed_imports(sources, used, given):
             if name not in (given if ours else used): continue
             if isinstance(n, ast.Import): lines.add(f"import {what}")
             else: modules.setdefault(n.module, set()).add(what)
-    lines |= {f"from {m} import {', '.join(sorted(what, key=str.lower))}" for m, what in modules.items()}
+    lines |= {f"from {m} import {', '.join(sorted(what, key=lambda n: (n.lower(), n)))}" for m, what in modules.items()}
     return sorted(lines, key=lambda l: ("lmcourse" in l, l.startswith("from"), l.split()[1]))
 
 
@@ -89,7 +89,7 @@ def stub(task, grader, arg, kind, comment):
     if source: return name, source
     call = re.search(rf"`({arg}\([^`]*\))`", comment) or re.search(r"`(\w+\([^`]*\))`", comment)
     signature = re.search(rf"`({arg}\([\w, ]+\))`", task)
-    head, said = (call or signature)[1] if call or signature else f"{arg}(*args)", re.sub(r"^`[^`]*`:? *", "", comment)
+    head, said = (call or signature)[1] if call or signature else f"{arg}(*args)", re.sub(r"^`[^`]*`[:,]? *", "", comment)
     if kind == "type": return arg, f"class {arg}:\n    # {comment}\n    ..."
     return head.partition("(")[0], f"def {head}:\n    # {said}\n    ...".replace("    # \n", "")
 
