@@ -751,6 +751,7 @@ def grade_class(
     """Grade all hand-ins of a class, several at once, and write a table.
     Raises `ValueError` or `OSError`, as `find_hand_ins` does, before any file runs."""
     tasks, hand_ins, rows = find_hand_ins(exercise, folder, table, seconds)
+    say(f"{table}: {len(hand_ins)} hand-ins, {len(tasks)} exercises")
     pool = ThreadPoolExecutor(cores())
     jobs = [pool.submit(_row, tasks, h, seconds, rows.get(h.name, {})) for h in hand_ins]
     try:
@@ -767,4 +768,3 @@ def grade_class(
             time.sleep(.05)
     for name in _hand_ins(folder)[1]:
         if name != table.name: say(f"{name}: not graded, neither a folder nor .py or .ipynb")
-    say(f"{table}: {len(hand_ins)} hand-ins, {len(tasks)} exercises")
