@@ -120,7 +120,10 @@ def test_notebooks_are_valid_and_chapters_as_they_were(edition):
         if p.stem not in EXERCISES: assert p.read_bytes() == FILES[p.relative_to(out)]
         for link in re.findall(r"\]\((?!\w+:|#)([^)#\s]+)", "\n".join(text(c) for c in read(p) if c["cell_type"] == "markdown")):
             assert (p.parent / link).exists() or not (ROOT / "nbs" / PAGES[p.stem].parent / link).exists(), f"{p.name} links to {link}"
-    assert (edition[0] / "LICENSE").is_file() and "no answers" in (edition[0] / "README.md").read_text(encoding="utf-8")
+    readme = (edition[0] / "README.md").read_text(encoding="utf-8")
+    assert (edition[0] / "LICENSE").is_file() and "no answers" in readme
+    # A class without GPUs need not download CUDA
+    assert "--extra-index-url https://download.pytorch.org/whl/cpu" in readme and "whl/cpu" in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
 def test_the_command_writes_it_anew_and_nothing_else_is_removed(tmp_path):

@@ -26,6 +26,8 @@ The notebooks need Python 3.11 or newer and the library:
     python -m pip install jupyter "{title} @ git+{url}"
     jupyter lab --notebook-dir=nbs
 
+On Linux, torch brings several GB of CUDA libraries. Without a GPU, add this to the first line: `--extra-index-url https://download.pytorch.org/whl/cpu`.
+
 The command does the same: `lmcourse exercises` lists what there is, `lmcourse check 03 nbs/03_architecture/03z_architecture.ipynb` looks at the answers in a notebook, `lmcourse check 03.softmax my_softmax.py` at one in a file.
 
 Graders compare with the course's own functions, and chapters build those before your eyes. So the library is no secret, and whoever looks up an answer there finds one. The exercises are for trying yourself.
