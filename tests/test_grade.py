@@ -248,6 +248,15 @@ def test_a_call_of_the_grader_without_its_tag_stops_no_other_answer(here):
     assert check(notebook("sizes = dict()", " check_sizes(sizes)\n", SPLIT), name="mine.ipynb").returncode == 0
 
 
+@pytest.mark.parametrize("line", ["from lmcourse.exercises.tokenization import check_sizes", "from lmcourse.exercises.tokenization import *"])
+@pytest.mark.parametrize("name", ["mine.py", "mine.ipynb"])
+def test_a_file_may_call_graders_itself(here, name, line):
+    "A page's first lines show how, and a wrong answer must not stop the others."
+    source = f"sizes = {{'utf-8': 17, 'utf-16': 22, 'utf-32': 34}}\n{line}\ncheck_sizes(sizes)\n{SPLIT}"
+    got = check(source if name == "mine.py" else notebook(source), exercise="01", name=name)
+    assert [line for line in got.stdout.splitlines() if line.startswith(("01.sizes", "01.split"))] == ["01.sizes: not yet: utf-32: 34 is too small", "01.split: right"]
+
+
 @pytest.mark.parametrize("cell", [dict(source=None), dict(source=[None]), dict(metadata=dict(tags=3))])
 def test_a_damaged_cell_makes_no_notebook(here, cell):
     def pieces(**fields):

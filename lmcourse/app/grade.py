@@ -236,11 +236,14 @@ def _said(e:BaseException)->str: # Name and message, on one line
 # %% ../../nbs/90_app/90e_grade.ipynb #02a2ee10
 def _grade(grader:Callable, task:Exercise, path:Path, alone:bool
 )->tuple: # (state, message, lines of traceback)
-    folder = path.parent
+    folder, names = path.parent, vars(sys.modules[grader.__module__])
+    graders = {name: f for name,f in names.items() if name.startswith("check_")}
+    names |= dict.fromkeys(graders, lambda *_, **__: None) # The file may call them itself
     try: found = _run_file(path)
     except BaseException as e:
         call = "called" if isinstance(e, SystemExit) else "raised"
         return "wrong", f"your file {call} {_said(e)}", _frames(e, folder)
+    finally: names |= graders
     try: answer = found[_pick(task, found, alone)]
     except NotDefined as e: return "unusable", str(e), []
     try: grader(answer)
