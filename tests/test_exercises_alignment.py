@@ -288,7 +288,7 @@ def preferred_by_logaddexp(a, b): return (torch.logaddexp(a, b) - a).mean()
 
 
 PREFERRED = [(lambda a, b: preferred(b, a), "swapped"), (lambda a, b: preferred(a, b)*len(a), "not a sum"), (lambda a, b: -(a - b).sigmoid().mean(), "logarithm is missing"), (lambda a, b: -preferred(a, b), "needs a minus"),
-             (lambda a, b: -(a - b).sigmoid().log().mean(), "underflow"), (lambda a, b: torch.nn.functional.softplus(b - a), "not for each"), (lambda a, b: preferred(a, b)/math.log(2), "not bits"),
+             (lambda a, b: -(a - b).sigmoid().log().mean(), "use logsigmoid"), (lambda a, b: (b - a).exp().log1p().mean(), "use logsigmoid"), (lambda a, b: torch.nn.functional.softplus(b - a), "not for each"), (lambda a, b: preferred(a, b)/math.log(2), "not bits"),
              (lambda a, b: (1 - a + b).clamp(min=0).mean(), "hinge"), (lambda a, b: torch.nn.functional.softplus(b.mean() - a.mean()), "in pairs"), (lambda a, b: torch.nn.functional.softplus(-a/b).mean(), "not a ratio"),
              (lambda a, b: (b - a).mean(), "expected")]
 

@@ -126,6 +126,7 @@ GOPHER = [(partial(gopher, words=(0, 10**5)), "few words"), (partial(gopher, wor
           (partial(gopher, mark=lambda l: l.endswith("...")), "white space at the end of a line does not count"), (partial(gopher, empty=True), "empty lines are no lines here"),
           (partial(gopher, letter=lambda x: not x.isdigit()), "expected"),
           (partial(gopher, letter=lambda x: x[0].isalpha()), "anywhere"), (partial(gopher, letter=lambda x: re.search("[A-Za-z]", x)), "é is a letter"),
+          (lambda t: gopher(re.sub("(?m)^ +$", "filled", t)), "empty lines are no lines here"),     # A line of white space is an empty one
           (lambda t: gopher(t) and t.count("...")/(t.count("\n") + 1) <= .3, "expected True, got False")]
 
 

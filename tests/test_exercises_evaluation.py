@@ -83,7 +83,7 @@ def pick_by_sorting(p, t): return sorted(range(len(p)), key=lambda i: -p[i]/len(
 
 PICK = [(lambda p, t: best(p), "without the length"), (lambda p, t: best([x/len(s) for x, s in zip(p, t)]), "per character"), (lambda p, t: best([-x/len(s.encode()) for x, s in zip(p, t)]), "worst"),
         (lambda p, t: max(range(len(p)), key=lambda i: (p[i]/len(t[i].encode()), i)), "first among equals"), (lambda p, t: best([len(s) for s in t]), "expected"), (lambda p, t: 0, "expected"),
-        (lambda p, t: t[pick(p, t)], "expected"), (lambda p, t: pick(p, [s.strip() for s in t]), "space is a byte")]
+        (lambda p, t: t[pick(p, t)], "expected"), (lambda p, t: pick(p, [s.strip() for s in t]), "space is a byte"), (lambda p, t: best([x + len(s.encode()) for x, s in zip(p, t)]), "don't add it")]
 
 
 # 6. Wilson
@@ -191,14 +191,16 @@ CALIBRATION += [(calibration_with_empty_bins, "an empty bin has no mean")]
 
 # 11. Contamination
 
-def certificate(q, p): return min(1., math.exp(sum(p) - sum(q)))
+def certificate(q, p): return math.exp(min(0., sum(p) - sum(q)))
 
 
-def certificate_by_product(q, p): return min(1., math.prod(math.exp(b - a) for a, b in zip(q, p)))
+def certificate_in_numpy(q, p): return np.minimum(1, np.exp(np.subtract(p, q).sum()))
 
 
 CERTIFICATE = [(lambda q, p: math.exp(sum(p) - sum(q)), "at most 1"), (lambda q, p: min(1., math.exp(sum(q) - sum(p))), "other way"), (lambda q, p: min(1., *(math.exp(b - a) for a, b in zip(q, p))), "picked"),
-               (lambda q, p: min(1., math.exp((sum(p) - sum(q))/len(p))), "averaged"), (lambda q, p: min(0., sum(p) - sum(q)), "log of it"), (lambda q, p: 1 - certificate(q, p), "one minus"), (lambda q, p: math.prod(min(1., math.exp(b - a)) for a, b in zip(q, p)), "not for each document"), (lambda q, p: 0., "expected")]
+               (lambda q, p: min(1., math.exp((sum(p) - sum(q))/len(p))), "averaged"), (lambda q, p: min(0., sum(p) - sum(q)), "log of it"), (lambda q, p: 1 - certificate(q, p), "one minus"), (lambda q, p: math.prod(min(1., math.exp(b - a)) for a, b in zip(q, p)), "not for each document"), (lambda q, p: 0., "expected"),
+               (lambda q, p: min(1., math.exp(sum(p) - sum(q))), "q = [-2500.0], p = [-1200.0]: your code raised OverflowError"),    # A model that is far worse than the source
+               (lambda q, p: min(1., math.prod(math.exp(b)/math.exp(a) for a, b in zip(q, p))), "your code raised ZeroDivisionError")]
 
 
 # 12. Elo
@@ -316,7 +318,7 @@ SPLIT = [(lambda e, c, d: (e(c), e(d)), "together"), (lambda e, c, d: (e(c + d)[
 
 TASKS = {"bits_per_byte": (BITS, bits, bits_by_log2), "windows": (WINDOWS, windows, windows_by_recursion), "ceiling": (CEILING, ceiling, ceiling_in_numpy), "score": (SCORE, score, score_in_fractions),
          "pick": (PICK, pick, pick_by_sorting), "wilson": (WILSON, wilson, wilson_by_roots), "clustered_error": (CLUSTERS, clustered, clustered_in_pairs), "paired_error": (PAIRED, paired, paired_in_numpy),
-         "pass_at_k": (PASS, pass_by_counting, pass_by_product), "calibration_error": (CALIBRATION, calibration, calibration_in_numpy), "contamination_p": (CERTIFICATE, certificate, certificate_by_product),
+         "pass_at_k": (PASS, pass_by_counting, pass_by_product), "calibration_error": (CALIBRATION, calibration, calibration_in_numpy), "contamination_p": (CERTIFICATE, certificate, certificate_in_numpy),
          "elo": (ELO, elo, elo_by_strength), "soften": (SOFTEN, soften, soften_in_numpy), "brier": (BRIER, brier, brier_in_squares), "overlap": (OVERLAP, overlap, overlap_in_strings),
          "order_p": (ORDER, order_p, order_by_sorting), "match": (MATCH, match, match_in_numpy), "split_tokens": (SPLIT, split, split_by_popping)}
 graders = Graders(ex, [(task, *pair) for task, (wrong, right, _) in TASKS.items() for pair in wrong + spoiled(right)],

@@ -1,6 +1,7 @@
 "Graders of chapter 08's exercises: what each refuses, in which words, and that other right answers pass."
 import math
 from collections import Counter
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -269,7 +270,8 @@ TASKS = {
     "distinct": ([(lambda E, k, n: min(E, n*k), "several tokens"), (lambda E, k, n: n*k, "the visits"), (lambda E, k, n: E*(1 - k/E)**n, "nobody visits"),
                   (lambda E, k, n: 1 - (1 - k/E)**n, "for one expert"), (lambda E, k, n: E*(1 - (1 - 1/E)**(n*k)), "all different"),
                   (lambda E, k, n: E*(1 - (1 - 1/E)**n), "not 1"), (lambda E, k, n: k*(1 - (1 - k/E)**n), "for E"), (lambda E, k, n: round(E*(1 - (1 - k/E)**n)), "for E"),
-                  (lambda E, k, n: E, "for E")], [lambda E, k, n: E*(1 - (1 - k/E)**n), lambda E, k, n: np.float64(E - E*math.exp(n*math.log1p(-k/E))) if k < E else E]),
+                  (lambda E, k, n: E, "for E")], [lambda E, k, n: E*(1 - (1 - k/E)**n), lambda E, k, n: np.float64(E - E*math.exp(n*math.log1p(-k/E))) if k < E else E,
+                 lambda E, k, n: E*(1 - (1 - Fraction(k, E))**n)]),
     "latent_scores": ([(scored(root=lambda K, Q, R: 1), "the root of K + Q is missing"), (scored(root=lambda K, Q, R: K**.5), "both parts count"),
                        (scored(root=lambda K, Q, R: (R + Q)**.5), "the root stays"), (scored(parts=(1, 0)), "the rotated part is missing"), (scored(parts=(0, 1)), "the content is missing"),
                        (scored(root=lambda K, Q, R: K + Q), "divide by the root"), (unpacked, "the keys were unpacked"),

@@ -248,6 +248,15 @@ def test_a_call_of_the_grader_without_its_tag_stops_no_other_answer(here):
     assert check(notebook("sizes = dict()", " check_sizes(sizes)\n", SPLIT), name="mine.ipynb").returncode == 0
 
 
+@pytest.mark.parametrize("line", ["from lmcourse.exercises.tokenization import check_sizes", "from lmcourse.exercises.tokenization import *"])
+@pytest.mark.parametrize("name", ["mine.py", "mine.ipynb"])
+def test_a_file_may_call_graders_itself(here, name, line):
+    "A page's first lines show how, and a wrong answer must not stop the others."
+    source = f"sizes = {{'utf-8': 17, 'utf-16': 22, 'utf-32': 34}}\n{line}\ncheck_sizes(sizes)\n{SPLIT}"
+    got = check(source if name == "mine.py" else notebook(source), exercise="01", name=name)
+    assert [line for line in got.stdout.splitlines() if line.startswith(("01.sizes", "01.split"))] == ["01.sizes: not yet: utf-32: 34 is too small", "01.split: right"]
+
+
 @pytest.mark.parametrize("cell", [dict(source=None), dict(source=[None]), dict(metadata=dict(tags=3))])
 def test_a_damaged_cell_makes_no_notebook(here, cell):
     def pieces(**fields):
@@ -509,10 +518,11 @@ def test_a_class(here): # It waits for a loop without end
     assert got.returncode == 0 and got.stderr == ""
     assert {p: p.read_bytes() for p in here.rglob("*") if p.is_file() and p.name != "grades.csv"} == before
     lines = got.stdout.splitlines()
-    assert sorted(lines[:6]) == ["student-1: 2 right, 0 not yet, 7 without an answer", "student-2: 0 right, 0 not yet, 9 without an answer; not graded: homework.zip",
+    assert lines[0] == "grades.csv: 6 hand-ins, 9 exercises"             # At once: the first result may take a while
+    assert sorted(lines[1:7]) == ["student-1: 2 right, 0 not yet, 7 without an answer", "student-2: 0 right, 0 not yet, 9 without an answer; not graded: homework.zip",
                                  "student-3: 1 right, 1 not yet, 7 without an answer", "student-4: 0 right, 9 not yet, 0 without an answer",
                                  "student-5.py: 0 right, 1 not yet, 8 without an answer", "student-6: 2 right, 0 not yet, 7 without an answer; not graded: '=cmd.py"]
-    assert lines[6:] == ["notes.txt: not graded, neither a folder nor .py or .ipynb", "grades.csv: 6 hand-ins, 9 exercises"]
+    assert lines[7:] == ["notes.txt: not graded, neither a folder nor .py or .ipynb"]
     rows = table()
     assert list(rows["student-1"]) == ["student", "right", *(t.id for t in every_task() if t.chapter == "01"), "files not graded", "version"]
     assert {name: (row["right"], row["01.sizes"]) for name, row in rows.items() if row["01.sizes"] in ("right", "no answer")} == {

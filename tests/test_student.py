@@ -120,7 +120,10 @@ def test_notebooks_are_valid_and_chapters_as_they_were(edition):
         if p.stem not in EXERCISES: assert p.read_bytes() == FILES[p.relative_to(out)]
         for link in re.findall(r"\]\((?!\w+:|#)([^)#\s]+)", "\n".join(text(c) for c in read(p) if c["cell_type"] == "markdown")):
             assert (p.parent / link).exists() or not (ROOT / "nbs" / PAGES[p.stem].parent / link).exists(), f"{p.name} links to {link}"
-    assert (edition[0] / "LICENSE").is_file() and "no answers" in (edition[0] / "README.md").read_text(encoding="utf-8")
+    readme = (edition[0] / "README.md").read_text(encoding="utf-8")
+    assert (edition[0] / "LICENSE").is_file() and "no answers" in readme
+    # A class without GPUs need not download CUDA
+    assert "--extra-index-url https://download.pytorch.org/whl/cpu" in readme and "whl/cpu" in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
 def test_the_command_writes_it_anew_and_nothing_else_is_removed(tmp_path):
@@ -189,6 +192,7 @@ def test_every_empty_function_names_its_arguments(edition, name):
     ("    def f(): ...\n    def g(): ...\n\n    pair = f, g\n", "pair", "tuple", "`f()` and `g()`", ("pair", "def f(): ...\ndef g(): ...\n\npair = f, g")),
     ("**Implement** `loss(x, y_2)`: a number.\n\n    loss(1, 2) == 3\n", "loss", "Callable", "CS336's arguments; gives a number",
      ("loss", "def loss(x, y_2):\n    # CS336's arguments; gives a number\n    ...")),
+    ("", "loss", "Callable", "`loss(x)`, one array, gives a number", ("loss", "def loss(x):\n    # one array, gives a number\n    ...")),
     ("", "answer", "dict", "'a' and 'b', in nats", ("losses", "# 'a' and 'b', in nats\nlosses = {'a': None, 'b': None}"))])
 def test_stubs(task, arg, kind, comment, expected):
     assert student.stub(task, "check_losses", arg, kind, comment) == expected

@@ -26,6 +26,8 @@ The notebooks need Python 3.11 or newer and the library:
     python -m pip install jupyter "{title} @ git+{url}"
     jupyter lab --notebook-dir=nbs
 
+On Linux, torch brings several GB of CUDA libraries. Without a GPU, add this to the first line: `--extra-index-url https://download.pytorch.org/whl/cpu`.
+
 The command does the same: `lmcourse exercises` lists what there is, `lmcourse check 03 nbs/03_architecture/03z_architecture.ipynb` looks at the answers in a notebook, `lmcourse check 03.softmax my_softmax.py` at one in a file.
 
 Graders compare with the course's own functions, and chapters build those before your eyes. So the library is no secret, and whoever looks up an answer there finds one. The exercises are for trying yourself.
@@ -52,7 +54,7 @@ def needed_imports(sources, used, given):
             if name not in (given if ours else used): continue
             if isinstance(n, ast.Import): lines.add(f"import {what}")
             else: modules.setdefault(n.module, set()).add(what)
-    lines |= {f"from {m} import {', '.join(sorted(what, key=str.lower))}" for m, what in modules.items()}
+    lines |= {f"from {m} import {', '.join(sorted(what, key=lambda n: (n.lower(), n)))}" for m, what in modules.items()}
     return sorted(lines, key=lambda l: ("lmcourse" in l, l.startswith("from"), l.split()[1]))
 
 
@@ -89,7 +91,7 @@ def stub(task, grader, arg, kind, comment):
     if source: return name, source
     call = re.search(rf"`({arg}\([^`]*\))`", comment) or re.search(r"`(\w+\([^`]*\))`", comment)
     signature = re.search(rf"`({arg}\([\w, ]+\))`", task)
-    head, said = (call or signature)[1] if call or signature else f"{arg}(*args)", re.sub(r"^`[^`]*`:? *", "", comment)
+    head, said = (call or signature)[1] if call or signature else f"{arg}(*args)", re.sub(r"^`[^`]*`[:,]? *", "", comment)
     if kind == "type": return arg, f"class {arg}:\n    # {comment}\n    ..."
     return head.partition("(")[0], f"def {head}:\n    # {said}\n    ...".replace("    # \n", "")
 

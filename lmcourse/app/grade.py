@@ -236,11 +236,14 @@ def _said(e:BaseException)->str: # Name and message, on one line
 # %% ../../nbs/90_app/90e_grade.ipynb #02a2ee10
 def _grade(grader:Callable, task:Exercise, path:Path, alone:bool
 )->tuple: # (state, message, lines of traceback)
-    folder = path.parent
+    folder, names = path.parent, vars(sys.modules[grader.__module__])
+    graders = {name: f for name,f in names.items() if name.startswith("check_")}
+    names |= dict.fromkeys(graders, lambda *_, **__: None) # The file may call them itself
     try: found = _run_file(path)
     except BaseException as e:
         call = "called" if isinstance(e, SystemExit) else "raised"
         return "wrong", f"your file {call} {_said(e)}", _frames(e, folder)
+    finally: names |= graders
     try: answer = found[_pick(task, found, alone)]
     except NotDefined as e: return "unusable", str(e), []
     try: grader(answer)
@@ -751,6 +754,7 @@ def grade_class(
     """Grade all hand-ins of a class, several at once, and write a table.
     Raises `ValueError` or `OSError`, as `find_hand_ins` does, before any file runs."""
     tasks, hand_ins, rows = find_hand_ins(exercise, folder, table, seconds)
+    say(f"{table}: {len(hand_ins)} hand-ins, {len(tasks)} exercises")
     pool = ThreadPoolExecutor(cores())
     jobs = [pool.submit(_row, tasks, h, seconds, rows.get(h.name, {})) for h in hand_ins]
     try:
@@ -767,4 +771,3 @@ def grade_class(
             time.sleep(.05)
     for name in _hand_ins(folder)[1]:
         if name != table.name: say(f"{name}: not graded, neither a folder nor .py or .ipynb")
-    say(f"{table}: {len(hand_ins)} hand-ins, {len(tasks)} exercises")

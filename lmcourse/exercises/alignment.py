@@ -520,7 +520,7 @@ def check_preference_loss(
         "a mean over the pairs, not a sum": lambda a, b: preference_of(a, b)*len(a),
         "the logarithm is missing": lambda a, b: -torch.sigmoid(a - b).mean(),
         "a loss is minimised, so it needs a minus": lambda a, b: -preference_of(a, b),
-        "the logarithm of an underflow is infinite":
+        "sigmoid and exp leave the range of numbers: use logsigmoid or softplus":
             lambda a, b: -torch.sigmoid(a - b).log().mean(),
         "a loss for all pairs, not for each": lambda a, b: soft(b - a),
         "nats, not bits": lambda a, b: preference_of(a, b)/math.log(2),

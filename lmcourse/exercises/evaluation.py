@@ -100,7 +100,8 @@ def check_pick(
                   ([-4., -6.], [" fig", " strawberry"]), ([-5., -5.], [" yes", " yes"]),
                   ([-inf, -9.], [" a", " b"]), ([-8., -7., -9.], [" añééé", " abcd", " ab"]),
                   ([-3., -2.], [" x", " yyyyyy"]), ([-6., -5.], [" éé", " abc"]),
-                  ([-2., -30.], [" go", " slowly on"]), ([-4., -10.], [" fig", " red apple"])]
+                  ([-2., -30.], [" go", " slowly on"]), ([-4., -10.], [" fig", " red apple"]),
+                  ([-40., -30.], [" strawberry", " fig"])]
     check_cases(pick, right, cases, {
         "that is without the length": lambda p, t: best(p),
         "that is per character": lambda p, t: best([x/len(s) for x,s in zip(p, t)]),
@@ -111,6 +112,8 @@ def check_pick(
         "that is the worst": lambda p, t: best([-x/len(s.encode()) for x,s in zip(p, t)]),
         "divide by the length, don't multiply":
             lambda p, t: best([x*len(s.encode()) for x,s in zip(p, t)]),
+        "divide by the length, don't add it":
+            lambda p, t: best([x + len(s.encode()) for x,s in zip(p, t)]),
         "that is the longest": lambda p, t: best([len(s) for s in t])})
 
 # %% ../../nbs/12_evaluation/12z_evaluation.ipynb #eb2544be
@@ -227,9 +230,10 @@ def check_contamination_p(
     contamination_p:Callable, # `contamination_p(log_q, log_p)` gives a number from 0 to 1
 ):
     "Raise `AssertionError` unless the bound holds for all documents together."
-    def right(q, p): return min(1., math.exp(sum(p) - sum(q)))
+    def right(q, p): return math.exp(min(0., sum(p) - sum(q)))
     cases:list = [([-80.], [-91.2],), ([-90.], [-85.]), ([-88., -70.], [-86., -80.]),
-                  ([-60., -61., -90.], [-62., -63., -92.])]
+                  ([-60., -61., -90.], [-62., -63., -92.]), ([-1500., -1400.], [-1505., -1403.]),
+                  ([-2500.], [-1200.])]
     check_cases(contamination_p, right, cases, {
         "a p-value is at most 1": lambda q, p: math.exp(sum(p) - sum(q)),
         "that goes the other way": lambda q, p: min(1., math.exp(sum(q) - sum(p))),

@@ -14,7 +14,7 @@ from ..accounting.memory import experts_read
 from ..moe.experts_np import capacity, experts_forward, within_capacity
 from ..moe.router_np import balance_loss, best_experts, count_load, update_bias
 from ..tools.checks import check_close
-from ..tools.grading import run_answer, short, short_result
+from ..tools.grading import as_number, run_answer, short, short_result
 
 # %% ../../nbs/08_moe/08z_moe.ipynb #4bfd9fad
 def _judge(where:str, got, right, mistakes:dict): # `mistakes` maps words to wrong results
@@ -32,6 +32,9 @@ def _judge(where:str, got, right, mistakes:dict): # `mistakes` maps words to wro
 def _whole(got): # Floats that are whole numbers, as from `np.ceil`, are as good as integers
     return int(got) if isinstance(got, (float, np.floating)) and float(got).is_integer() else got
 
+def _float(got): # A number of any kind, such as a fraction or a tensor without axes
+    return got if as_number(got) is None else float(got)
+
 def _routed(rng, N:int, E:int, k:int)->tuple: # Logits, and k different experts per token
     logits = rng.normal(size=(N, E)) + 2*(np.arange(E) == 0)
     return logits, best_experts(logits, k)
@@ -45,7 +48,8 @@ def _layer_sums(D, F, E, k, shared, layers, dense_layers, router=1, three=3, wid
 
 # %% ../../nbs/08_moe/08z_moe.ipynb #7ee6f7eb
 def check_expert_parameters(
-    expert_parameters:Callable, # `(D, F, E, k, shared, layers, dense_layers)` to two whole numbers
+    # `expert_parameters(D, F, E, k, shared, layers, dense_layers)` gives two whole numbers
+    expert_parameters:Callable,
 ):
     "`AssertionError` unless total and active parameters are right for any sizes."
     rng, names = np.random.default_rng(0), "D F E k shared layers dense_layers".split()
@@ -218,8 +222,7 @@ def check_balance(
                     "the worst layer alone": max(each)}
         where = f"for {L} layers, E = {E}, k = {k}: "
         got = run_answer(balance, logits, chosen, shown=where)
-        _judge(where, float(got) if isinstance(got, np.floating) else got, float(right),
-               {w: float(v) for w,v in mistakes.items()})
+        _judge(where, _float(got), float(right), {w: float(v) for w,v in mistakes.items()})
 
 # %% ../../nbs/08_moe/08z_moe.ipynb #9f7fb3b1
 def check_balance_gradient(
@@ -285,8 +288,7 @@ def check_distinct(
                     "n tokens, not one": float(k)}
         where = f"for E = {E}, k = {k}, n = {n}: "
         got = run_answer(distinct, E, k, n, shown=where)
-        got = float(got) if type(got) is int or isinstance(got, np.number) else got
-        _judge(where, got, float(experts_read(E, k, n)), mistakes)
+        _judge(where, _float(got), float(experts_read(E, k, n)), mistakes)
 
 # %% ../../nbs/08_moe/08z_moe.ipynb #d47462de
 class _Tallied(np.ndarray): # An array whose products are counted
@@ -327,7 +329,7 @@ def _tallied(array, tally:list)->np.ndarray:
 
 # %% ../../nbs/08_moe/08z_moe.ipynb #d89ad8f5
 def check_latent_scores(
-    latent_scores:Callable, # `(q, q_rope, latents, k_rope, up)` to `(S,)`
+    latent_scores:Callable, # `latent_scores(q, q_rope, latents, k_rope, up)` gives `(S,)`
 ):
     "`AssertionError` unless the scores are right and no key was unpacked."
     rng = np.random.default_rng(0)
