@@ -918,6 +918,7 @@ class _Run: # A model that the reader's loop trains, with a record of its calls
     def __init__(self, train:Callable, steps:int, every:int, seed:int, tokens:tuple, dice:int=0):
         with _own_dice(dice):
             self.model = ToyLM()
+            self.start = deepcopy(self.model.state_dict())
             self.events = []
             self.empty = []
             self.looked = {}
@@ -974,6 +975,13 @@ def _check_conduct(run:_Run, steps:int): # What happened in the loop
                              "model.train() after")
     if any(grad for _,grad,_ in looks):
         raise AssertionError(f"{w}an evaluation keeps what a backward would need: torch.no_grad()")
+    if (saw := sum(len(ids) for _,_,ids in learnt)) != 16*steps:
+        raise AssertionError(f"{w}the steps saw {saw:,} windows together, expected {16*steps:,}: "
+                             f"batch_size is 16, and there are {steps} steps")
+    still = [k for k,p in run.model.named_parameters() if torch.equal(p, run.start[k])]
+    if 0 < len(still) < len(run.start):
+        raise AssertionError(f"{w}{still[0]} is what it was at the start: does the optimizer hold "
+                             "all of model.parameters()?")
 
 # %% ../../nbs/04_training/04z_training.ipynb #4cd9dfa3
 def _toy_losses(model:nn.Module, tokens:np.ndarray)->dict:
@@ -1028,6 +1036,8 @@ def _check_learnt(run:_Run, losses:dict): # By targets no token on, one and two
     why = ("try another rate" if last <= 3
            else "the weights hardly moved: does the optimizer hold them, and is the rate too low?")
     if not last < 4: why = "the rate is far too high, or the windows or their targets are wrong"
+    if len({tuple(ids) for batch in run.seen for ids in batch}) <= 16:
+        why = "each step sees the same windows: make the generator once, before the loop"
     raise AssertionError(f"{run.where}the validation loss is {last:.3f} at the end, expected at "
                          f"most {most:.3f}: {why}")
 
