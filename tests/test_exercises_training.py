@@ -106,6 +106,18 @@ class WithoutNoGrad(adamw(by_formula())):
             for p in group["params"]: p -= group["lr"]*p.grad
 
 
+class OtherBetas(adamw(by_formula())):
+    def __init__(self, params, lr=1e-3, betas=(.9, .95), eps=1e-8, weight_decay=.01): super().__init__(params, lr, betas, eps, weight_decay)
+
+
+class NoDecay(adamw(by_formula())):
+    def __init__(self, params, lr=1e-3, betas=(.9, .999), eps=1e-8, weight_decay=0.): super().__init__(params, lr, betas, eps, weight_decay)
+
+
+class NoDefaults(adamw(by_formula())):
+    def __init__(self, params, lr, betas, eps, weight_decay): super().__init__(params, lr, betas, eps, weight_decay)
+
+
 # Schedule and clipping
 
 def schedule(up=lambda it, warm: it/warm, x=lambda it, warm, end: (it - warm)/(end - warm), after=True, low=True, curve=lambda x: (1 + math.cos(math.pi*x))/2):
@@ -563,6 +575,8 @@ WRONG_ANSWERS = dict(
         (adamw(swapped), "β₁ and β₂ are swapped"), (adamw(by_formula(), each=False), "all parameters share one t"),
         (adamw(by_formula(), per_group=False), "the numbers of the group are not used"), (adamw(by_formula(), zeros=True), "a parameter without a gradient moves"), (adamw(spoils_gradient), "changed a gradient"),
         (adamw(lambda p, g, s, t, lr, *rest: p.sub_(lr*g)), "all weights after step 1: element"), (Forgetful, "keep m, v and t in self.state[p]".capitalize()),
+        (OtherBetas, "OtherBetas(groups): steps as with lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.01 were expected: are these its defaults?"), (NoDecay, "are these its defaults?"),
+        (NoDefaults, "NoDefaults(groups): your code raised TypeError"),
         (NoOptimizer, "expected a torch.optim.Optimizer"), (torch.optim.AdamW, "torch.optim.AdamW is torch's own"),
         (WithoutNoGrad, "a leaf Variable that requires grad"), (torch.optim.SGD([nn.Parameter(torch.ones(1))]), "expected the class SGD itself"), (type("Answer", (), {"__init__": fails}), "raised RuntimeError"), (fails, "expected a class, got the function fails"), (3, "expected a class, got 3")],
     first_steps=[
