@@ -112,6 +112,14 @@ def test_cells_run_up_to_the_empty_answers(edition, name, monkeypatch):
             with pytest.raises(AssertionError): exec(code, scope)
 
 
+@exercises
+def test_modules_that_a_task_names_are_imported(edition, name):
+    cells = read(edition[0] / "nbs" / PAGES[name])
+    said = {m for c in cells if c["cell_type"] == "markdown" for m in re.findall(r"`(F|nn|np|torch|math)\.\w", text(c))}
+    lines = {l for c in cells if c["cell_type"] == "code" for l in text(c).splitlines() if "import " in l}
+    assert all(any(re.search(rf"\b{m}$", l) for l in lines) for m in said), (said, lines)
+
+
 def test_notebooks_are_valid_and_chapters_as_they_were(edition):
     out = edition[0] / "nbs"
     assert {p.relative_to(out) for p in out.rglob("*.ipynb")} == set(PAGES.values())

@@ -142,7 +142,9 @@ def without_answers(nb):
             kept.append(cell("code", source, c))
             used |= names(source); mentioned |= names(source)
     close()
-    imports = needed_imports(code, used - {"F"}, mentioned) + [f"from lmcourse.{module} import ({', '.join(public)})"]
+    # F only where a task names it: in chapter 03 you write for yourself what it offers
+    said = set(re.findall(r"`(\w+)\.\w", "".join("".join(c["source"]) for c in kept if c["cell_type"] == "markdown")))
+    imports = needed_imports(code, used - {"F"} | said, mentioned) + [f"from lmcourse.{module} import ({', '.join(public)})"]
     at = 1 + next(i for i, c in enumerate(kept[1:]) if c["cell_type"] == "markdown") + 1   # Behind the question
     kept.insert(at, cell("code", wrapped("\n".join(imports))))
     return dict(nb, cells=unique(kept)), graders
