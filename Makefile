@@ -49,8 +49,8 @@ bench: $(READY) ## speeds on this machine: cells that measure, saved in their no
 gpu: $(READY) ## all that is worth measuring on a GPU, step by step, kept in nbs/results
 	$(BIN)/python tools/gpu.py
 
-clean: ## remove what was built; the environment, runs and data stay
-	rm -rf _docs _proc _student build dist lmcourse.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+clean: ## remove what was built; the environment, runs, data and the student edition stay
+	rm -rf _docs _proc build dist lmcourse.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find lmcourse nbs tests tools -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf
 
 # The environment: made once, brought up to date when one of these files changes.

@@ -461,7 +461,7 @@ WRONG_ANSWERS = dict(
         (linear(use=lambda x, w: torch.from_numpy(x.numpy()@w.numpy().T)), "asked for gradients your code raised RuntimeError"),
         (linear(use=lambda x, w: (x@w.T).double()), "dtype float64, expected float32"),
         (linear(use=lambda x, w: (x@w.T)[None]), "shape (1, 2, 4), expected (2, 4)"),
-        (TorchsOwn, "nn.Linear is torch's own: write it with nn.Parameter"), (layers_torch.Linear, "nn.Linear is torch's own"), (OnCpu, "OnCpu(6, 4, device='meta'): weight is on cpu"),
+        (TorchsOwn, "nn.Linear is torch's own: write it yourself"), (layers_torch.Linear, "nn.Linear is torch's own"), (OnCpu, "OnCpu(6, 4, device='meta'): weight is on cpu"),
         (InFloat32, "dtype=torch.float64): weight is torch.float32"),
         (linear()(6, 4), "expected the class Matrix itself, got an object of it"), ("Linear", "expected a class, got 'Linear'"),
         (lambda n, m: F.linear, "expected a class, got the function <lambda>"), (partial(lambda n, m: F.linear), "expected an nn.Module, got builtin_function_or_method <built-in function linear>"),

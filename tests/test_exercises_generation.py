@@ -338,7 +338,7 @@ RIGHT = [
     ("penalise", penalty()), ("penalise", lambda z, seen, t: in_place(z.clone(), seen, t)), ("penalise", lambda z, seen, t: penalty()(z, seen, t).double()),
     ("beam", BEAM), ("beam", {k: round(v, 3) for k, v in reversed(BEAM.items())}), ("until_stop", ex._course_stop), ("until_stop", knuth),
     ("text_log_prob", chain), ("text_log_prob", lambda z, ids: at(z[:-1], ids[1:]).sum()), ("text_log_prob", lambda z, ids: -torch.nn.functional.cross_entropy(z[:-1].double(), torch.tensor(ids[1:]), reduction="sum")),
-    ("text_log_prob", lambda z, ids: np.float32(chain(z, ids)))]
+    ("text_log_prob", lambda z, ids: np.float32(chain(z, ids))), ("text_log_prob", lambda z, ids: at(z[:-1], ids[1:]).sum().numpy())]
 
 GRADERS = Graders(ex, WRONG, RIGHT)
 test_wrong_answers_are_refused_in_one_line_that_says_why, test_right_answers_pass_in_silence, test_every_grader_is_tried, test_a_grader_says_the_same_each_time = GRADERS.tests()

@@ -106,6 +106,18 @@ class WithoutNoGrad(adamw(by_formula())):
             for p in group["params"]: p -= group["lr"]*p.grad
 
 
+class OtherBetas(adamw(by_formula())):
+    def __init__(self, params, lr=1e-3, betas=(.9, .95), eps=1e-8, weight_decay=.01): super().__init__(params, lr, betas, eps, weight_decay)
+
+
+class NoDecay(adamw(by_formula())):
+    def __init__(self, params, lr=1e-3, betas=(.9, .999), eps=1e-8, weight_decay=0.): super().__init__(params, lr, betas, eps, weight_decay)
+
+
+class NoDefaults(adamw(by_formula())):
+    def __init__(self, params, lr, betas, eps, weight_decay): super().__init__(params, lr, betas, eps, weight_decay)
+
+
 # Schedule and clipping
 
 def schedule(up=lambda it, warm: it/warm, x=lambda it, warm, end: (it - warm)/(end - warm), after=True, low=True, curve=lambda x: (1 + math.cos(math.pi*x))/2):
@@ -422,13 +434,13 @@ def look(model, tokens, T, rng):
     return loss
 
 
-def loop(make=lambda model: torch.optim.AdamW(model.parameters(), lr=.02), look=look, shift=1, zero=True, own_seed=True, note=lambda k, l: (k, l), first=1, tokens=None, steps=lambda n: n, rng_of=np.random.default_rng, end=lambda h: h):
+def loop(make=lambda model: torch.optim.AdamW(model.parameters(), lr=.02), look=look, shift=1, zero=True, own_seed=True, note=lambda k, l: (k, l), first=1, tokens=None, steps=lambda n: n, size=None, rng_of=np.random.default_rng, end=lambda h: h):
     def train(model, train_tokens, valid_tokens, steps_, B, T, every, seed):
         rng, optimizer, history = rng_of(seed if own_seed else 0), make(model), []
         source = valid_tokens if tokens == "valid" else train_tokens
         for k in range(first, steps(steps_) + first):
             if zero: optimizer.zero_grad()
-            loss_on(model, *windows(source, rng.integers(len(source) - T - shift + 1, size=B), T, shift)).backward()
+            loss_on(model, *windows(source, rng.integers(len(source) - T - shift + 1, size=size or B), T, shift)).backward()
             optimizer.step()
             if k % every == 0: history.append(note(k, look(model, valid_tokens, T, rng)))
         return end(history)
@@ -445,6 +457,16 @@ class AlwaysZero(OfNumPy):
     def __init__(self, seed):
         super().__init__(seed)
         self.integers = np.random.default_rng(0).integers
+
+
+class Anew:
+    "Starts again from its seed for each batch."
+    def __init__(self, seed): self.seed = seed
+    def integers(self, n, size): return np.random.default_rng(self.seed).integers(n, size=size)
+
+
+def twice_as_many(model, train_tokens, valid_tokens, steps, B, T, every, seed):
+    return [(k//2, loss) for k, loss in loop()(model, train_tokens, valid_tokens, 2*steps, B, T, 2*every, seed)]
 
 
 def changed(before=lambda m: m.eval(), after=lambda m: m.train(), grad=False, random_windows=False, share=1, short=0):
@@ -553,6 +575,8 @@ WRONG_ANSWERS = dict(
         (adamw(swapped), "β₁ and β₂ are swapped"), (adamw(by_formula(), each=False), "all parameters share one t"),
         (adamw(by_formula(), per_group=False), "the numbers of the group are not used"), (adamw(by_formula(), zeros=True), "a parameter without a gradient moves"), (adamw(spoils_gradient), "changed a gradient"),
         (adamw(lambda p, g, s, t, lr, *rest: p.sub_(lr*g)), "all weights after step 1: element"), (Forgetful, "keep m, v and t in self.state[p]".capitalize()),
+        (OtherBetas, "OtherBetas(groups): steps as with lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.01 were expected: are these its defaults?"), (NoDecay, "are these its defaults?"),
+        (NoDefaults, "NoDefaults(groups): your code raised TypeError"),
         (NoOptimizer, "expected a torch.optim.Optimizer"), (torch.optim.AdamW, "torch.optim.AdamW is torch's own"),
         (WithoutNoGrad, "a leaf Variable that requires grad"), (torch.optim.SGD([nn.Parameter(torch.ones(1))]), "expected the class SGD itself"), (type("Answer", (), {"__init__": fails}), "raised RuntimeError"), (fails, "expected a class, got the function fails"), (3, "expected a class, got 3")],
     first_steps=[
@@ -631,6 +655,8 @@ WRONG_ANSWERS = dict(
         (loop(make=lambda m: torch.optim.SGD(m.parameters(), lr=.03)), "try another rate"), (loop(make=lambda m: torch.optim.SGD(m.parameters(), lr=1e4)), "the rate is far too high, or the windows or their targets are wrong"),
         (loop(own_seed=False), "are those of seed = 0"), (loop(rng_of=AlwaysZero), "the windows are those of seed = 0"), (loop(rng_of=OfNumPy), "a second run saw other windows"), (loop(rng_of=lambda seed: np.random.default_rng()), "a second run saw other windows"),
         (loop(end=lambda h: [(k, h[-1][1]) for k, _ in h]), "the loss after step 50 is "), (loop(end=lambda h: [*((k, math.nan) for k, _ in h[:-1]), h[-1]]), "the loss after step 50 is nan, but the model had"), (loop(tokens="valid"), "no window of train_tokens"), (loop(note=lambda k, l: l), "expected a list of (step, loss)"),
+        (loop(size=64), "the steps saw 12,800 windows together, expected 3,200: batch_size is 16, and there are 200 steps"), (loop(size=8), "the steps saw 1,600 windows together"), (twice_as_many, "the steps saw 6,400 windows together"),
+        (loop(make=lambda m: torch.optim.AdamW(m.head.parameters(), lr=.03)), "table.weight is what it was at the start: does the optimizer hold all of model.parameters()?"), (loop(rng_of=Anew), "each step sees the same windows: make the generator once, before the loop"),
         (loop(first=0), "the history has the steps [0, 50, 100, 150], expected [50, 100, 150, 200]"), (loop(steps=lambda n: n//2), "backward was called 100 times"), (lambda *a: [], "backward was called 0 times"), (fails, "raised RuntimeError")],
     orthogonalize=[
         (muon(start=lambda x: x), "the numbers grow beyond all bounds"), (muon(start=lambda x: x/torch.linalg.svdvals(x)[0]), "by its largest singular value"),

@@ -112,6 +112,14 @@ def test_cells_run_up_to_the_empty_answers(edition, name, monkeypatch):
             with pytest.raises(AssertionError): exec(code, scope)
 
 
+@exercises
+def test_modules_that_a_task_names_are_imported(edition, name):
+    cells = read(edition[0] / "nbs" / PAGES[name])
+    said = {m for c in cells if c["cell_type"] == "markdown" for m in re.findall(r"`(F|nn|np|torch|math)\.\w", text(c))}
+    lines = {l for c in cells if c["cell_type"] == "code" for l in text(c).splitlines() if "import " in l}
+    assert all(any(re.search(rf"\b{m}$", l) for l in lines) for m in said), (said, lines)
+
+
 def test_notebooks_are_valid_and_chapters_as_they_were(edition):
     out = edition[0] / "nbs"
     assert {p.relative_to(out) for p in out.rglob("*.ipynb")} == set(PAGES.values())
@@ -132,14 +140,36 @@ def test_the_command_writes_it_anew_and_nothing_else_is_removed(tmp_path):
     first = run(out)
     example = "github.com/example/" in (out / "README.md").read_text(encoding="utf-8")     # Until the owner names an account
     assert first.returncode == 0 and ("write your account into `user` in settings.ini" in first.stdout) == example
-    (out / "nbs/mine.txt").write_text("old")
-    assert run(out).returncode == 0 and not (out / "nbs/mine.txt").exists()
+    gone = out / "nbs" / PAGES["01a_unicode"]
+    gone.unlink()                                           # What is missing is no work
+    assert run(out).returncode == 0 and gone.exists()
     for content in ("notes.txt", "README.md"):
         other = tmp_path / content[:3]
         other.mkdir()
         (other / content).write_text("precious")
         done = run(other)
         assert done.returncode and "holds something else" in done.stderr and (other / content).read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", [PAGES["01z_tokenization"], "mine.py"], ids=str)
+def test_work_in_an_edition_is_never_replaced(tmp_path, name):
+    nbs, out = tmp_path / "nbs", tmp_path / "edition"
+    page = nbs / PAGES["01z_tokenization"]
+    page.parent.mkdir(parents=True)
+    page.write_bytes(FILES[PAGES["01z_tokenization"]])
+    student.make(out, nbs)
+    (out / "nbs/.ipynb_checkpoints").mkdir()
+    (out / "nbs/.ipynb_checkpoints/01z.ipynb").write_text("{}")
+    student.make(out, nbs)                                  # Nobody has worked there
+    work = out / "nbs" / name
+    work.write_text("my answers")
+    with pytest.raises(SystemExit, match=re.escape(f"nbs/{Path(name).as_posix()} has changed since the edition was made: move {out} away")): student.make(out, nbs)
+    assert work.read_text() == "my answers"
+
+
+def test_cleaning_up_leaves_the_student_edition():
+    rules = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert "_student" in rules and "_student" not in rules[rules.index("clean: "):rules.index("# The environment")]
 
 
 def test_the_command_checks_answers_in_the_notebook(edition, tmp_path):

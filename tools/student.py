@@ -144,7 +144,9 @@ def without_answers(nb):
             kept.append(cell("code", source, c))
             used |= names(source); mentioned |= names(source)
     close()
-    imports = needed_imports(code, used - {"F"}, mentioned) + [f"from lmcourse.{module} import ({', '.join(public)})"]
+    # F only where a task names it: in chapter 03 you write for yourself what it offers
+    said = set(re.findall(r"`(\w+)\.\w", "".join("".join(c["source"]) for c in kept if c["cell_type"] == "markdown")))
+    imports = needed_imports(code, used - {"F"} | said, mentioned) + [f"from lmcourse.{module} import ({', '.join(public)})"]
     at = 1 + next(i for i, c in enumerate(kept[1:]) if c["cell_type"] == "markdown") + 1   # Behind the question
     kept.insert(at, cell("code", wrapped("\n".join(imports))))
     return dict(nb, cells=unique(kept)), graders
@@ -170,12 +172,32 @@ def unique(cells):
     return cells
 
 
+MADE = ".made.json"                                                                     # Digests of an edition's files
+
+
+def digests(out):
+    "Path to digest, of all files of an edition but Jupyter's own copies"
+    files = {p.relative_to(out): p for p in sorted(out.rglob("*")) if p.is_file()}
+    return {name.as_posix(): hashlib.sha256(p.read_bytes()).hexdigest() for name, p in files.items()
+            if name.name != MADE and not {".ipynb_checkpoints", "__pycache__"} & set(name.parts)}
+
+
+def changed(out):
+    "Files of an edition that somebody has changed or added"
+    made = json.loads((out / MADE).read_text(encoding="utf-8")) if (out / MADE).is_file() else {}
+    return [name for name, digest in digests(out).items() if made.get(name) != digest]
+
+
 def make(out, nbs=ROOT / "nbs"):
-    "Write the edition of the notebooks in `nbs` into the folder `out`, which must be new or an earlier one; the graders of each notebook of exercises"
+    """Write the edition of the notebooks in `nbs` into the folder `out`; the graders of each notebook of exercises.
+    `out` must be new, or an earlier edition in which nobody has worked: answers are never replaced."""
     out, done = Path(out), {}
     if out.exists() and not (out / "README.md").is_file() and any(out.iterdir()): sys.exit(f"{out} holds something else: name a new folder")
     if (out / "README.md").is_file() and not (out / "README.md").read_text(encoding="utf-8").startswith("# The student edition"):
         sys.exit(f"{out} holds something else: name a new folder")
+    if work := changed(out):
+        what = f"{work[0]} has" if len(work) == 1 else f"{work[0]} and {len(work) - 1} more have"
+        sys.exit(f"{what} changed since the edition was made: move {out} away, or name a new folder")
     shutil.rmtree(out, ignore_errors=True)
     shutil.copytree(nbs, out / "nbs", ignore=shutil.ignore_patterns(".*", "_*", "*.yml", "*.css", "__pycache__"))
     for path in sorted((out / "nbs").rglob("[0-9][0-9]z_*.ipynb")):
@@ -186,12 +208,13 @@ def make(out, nbs=ROOT / "nbs"):
     s = settings["DEFAULT"]
     (out / "README.md").write_text(README.format(title=s["title"], url=s["git_url"], exercises=", ".join(f"`{n}`" for n in done)), encoding="utf-8")
     shutil.copy(ROOT / "LICENSE", out)
+    (out / MADE).write_text(json.dumps(digests(out), indent=1) + "\n", encoding="utf-8")
     return done
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "_student", help="folder to write to; an earlier edition there is replaced")
+    parser.add_argument("--out", type=Path, default=ROOT / "_student", help="folder to write to; an earlier edition there is replaced, unless somebody has worked in it")
     out = parser.parse_args().out
     for name, graders in make(out).items(): print(f"{name}: {len(graders)} tasks")
     print(f"the student edition is in {out}")

@@ -621,6 +621,7 @@ _MACHINES = {
                            "each was right alone: is a block of calls shorter than a quiet moment "
                            "of 0.3 s, and longer than many ticks?")}
 
+# %% ../../nbs/02_accounting/02z_accounting.ipynb #fd2b6370
 _NO_CLOCK = "the clock was never read: the time of this machine is what clock() says"
 
 def _rate_of(flop_rate:Callable, flops:float, habits:dict, where:str)->float:
@@ -630,6 +631,9 @@ def _rate_of(flop_rate:Callable, flops:float, habits:dict, where:str)->float:
     except AssertionError as e:
         if isinstance(e.__cause__, TimeoutError) and not now["reads"]:
             raise AssertionError(where + _NO_CLOCK) from e
+        if isinstance(e.__cause__, TimeoutError) and habits.get("later"):
+            raise AssertionError(f"{e}: call() returns at once, so a loop that asks only the clock "
+                                 "starts too much work: wait within it") from e
         if not isinstance(e.__cause__, ZeroDivisionError): raise
         first = (", and find out how many after the first call, which is slow"
                  if habits.get("first_s") else "")

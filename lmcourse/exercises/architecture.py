@@ -134,8 +134,7 @@ def _check_own(title:str, module:nn.Module): # Allows only torch's containers
         for c in type(m).__mro__:
             if c.__module__.startswith("torch.nn.modules.") and c.__module__.split(".")[-1] not in (
                 "module", "container"):
-                raise AssertionError(f"{title}nn.{c.__name__} is torch's own: write it "
-                                     "with nn.Parameter")
+                raise AssertionError(f"{title}nn.{c.__name__} is torch's own: write it yourself")
 
 def _make(make:Callable, args:tuple, like:nn.Module, **place)->tuple:
     # Title for messages, and the module

@@ -550,7 +550,7 @@ def check_text_log_prob(
         where = (f"for logits {short(z)}{' in the thousands' if scale > 9 else ''}, "
                  f"ids {short(ids)}: ")
         got = run_answer(text_log_prob, z, ids, shown=where)
-        number = got.item() if isinstance(got, Tensor) and got.numel() == 1 else got
+        number = got.item() if hasattr(got, "shape") and math.prod(got.shape) == 1 else got
         if isinstance(number, bool) or not isinstance(number, Real):
             raise AssertionError(f"{where}expected a number, got {short_result(got)}")
         number = float(number)

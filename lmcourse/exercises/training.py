@@ -221,14 +221,14 @@ def _adamw_by_rule(*how)->Tensor: # All weights after each step
     params = _adamw_params()
     return torch.stack(_adamw_steps(_Ruled(_adamw_groups(params), how, **_ADAMW_RUN), params))
 
-def _adamw_made(make:Callable, params:list)->Optimizer:
+def _adamw_made(make:Callable, groups:list, **settings)->Optimizer:
     if isinstance(make, Optimizer):
         raise AssertionError(f"expected the class {type(make).__name__} itself, "
                              "got an object of it")
     require_class(make)
-    where = (f"{getattr(make, '__name__', 'your class')}(groups, "
-             f"{', '.join(f'{k}={v}' for k,v in _ADAMW_RUN.items())}): ")
-    optimizer = run_answer(lambda: make(_adamw_groups(params), **_ADAMW_RUN), shown=where)
+    given = ", ".join(["groups", *(f"{k}={v}" for k,v in settings.items())])
+    where = f"{getattr(make, '__name__', 'your class')}({given}): "
+    optimizer = run_answer(lambda: make(groups, **settings), shown=where)
     if not isinstance(optimizer, Optimizer):
         raise AssertionError(f"{where}expected a torch.optim.Optimizer, got {short(optimizer)}")
     own = [c.__name__ for c in type(optimizer).__mro__ if c.__module__.startswith("torch.optim.")
@@ -256,17 +256,31 @@ def _check_five_steps(got:Tensor, right:list):
     except AssertionError as e:
         raise AssertionError(f"all weights after step {k + 1}: {e}{hint}") from None
 
+# %% ../../nbs/04_training/04z_training.ipynb #0b3ca79a
+def _check_defaults(make:Callable): # The steps without settings
+    usual = dict(lr=1e-3, betas=(.9, .999), eps=1e-8, weight_decay=.01)
+    def last(make, **kw):
+        params = _adamw_params()
+        optimizer = make([dict(params=params[:1]), dict(params=params[1:])], **kw)
+        return _adamw_steps(optimizer, params)[-1]
+    got = last(partial(_adamw_made, make))
+    if any(_all_close(got, last(_Ruled, how=form, **usual)) for form in _FORMS): return
+    raise AssertionError(f"{getattr(make, '__name__', 'your class')}(groups): steps as with "
+                         f"{', '.join(f'{k}={v}' for k,v in usual.items())} were expected: are "
+                         "these its defaults?")
+
 # %% ../../nbs/04_training/04z_training.ipynb #fb533df2
 def check_adamw(
     adamw:type, # The class: `AdamW(params, lr, betas, eps, weight_decay)`
 ):
     """`AssertionError` unless five steps of two groups are those of AdamW, in either form, also
     after its state was saved and loaded."""
-    optimizer = _adamw_made(adamw, params := _adamw_params())
+    def made(params): return _adamw_made(adamw, _adamw_groups(params), **_ADAMW_RUN)
+    optimizer = made(params := _adamw_params())
     got = torch.stack(_adamw_steps(optimizer, params))
     _check_five_steps(got, [_adamw_by_rule(*form) for form in _FORMS])
     before, later = _adamw_params(), _adamw_params()
-    first, second = _adamw_made(adamw, before), _adamw_made(adamw, later)
+    first, second = made(before), made(later)
     _adamw_steps(first, before, range(2))
     with torch.no_grad():
         for a,b in zip(later, before): a.copy_(b)
@@ -275,6 +289,7 @@ def check_adamw(
         "two steps, state_dict and load_state_dict in a new optimizer, three steps: not the "
         "weights of five steps without a break. "
         "Keep m, v and t in self.state[p]")
+    _check_defaults(adamw)
 
 # %% ../../nbs/04_training/04z_training.ipynb #9e2348d1
 def _moved(grads:list, betas:tuple=(.9, .999), before:int=0, m:float=0., v:float=0.)->float:
@@ -918,6 +933,7 @@ class _Run: # A model that the reader's loop trains, with a record of its calls
     def __init__(self, train:Callable, steps:int, every:int, seed:int, tokens:tuple, dice:int=0):
         with _own_dice(dice):
             self.model = ToyLM()
+            self.start = deepcopy(self.model.state_dict())
             self.events = []
             self.empty = []
             self.looked = {}
@@ -974,6 +990,13 @@ def _check_conduct(run:_Run, steps:int): # What happened in the loop
                              "model.train() after")
     if any(grad for _,grad,_ in looks):
         raise AssertionError(f"{w}an evaluation keeps what a backward would need: torch.no_grad()")
+    if (saw := sum(len(ids) for _,_,ids in learnt)) != 16*steps:
+        raise AssertionError(f"{w}the steps saw {saw:,} windows together, expected {16*steps:,}: "
+                             f"batch_size is 16, and there are {steps} steps")
+    still = [k for k,p in run.model.named_parameters() if torch.equal(p, run.start[k])]
+    if 0 < len(still) < len(run.start):
+        raise AssertionError(f"{w}{still[0]} is what it was at the start: does the optimizer hold "
+                             "all of model.parameters()?")
 
 # %% ../../nbs/04_training/04z_training.ipynb #4cd9dfa3
 def _toy_losses(model:nn.Module, tokens:np.ndarray)->dict:
@@ -1028,6 +1051,8 @@ def _check_learnt(run:_Run, losses:dict): # By targets no token on, one and two
     why = ("try another rate" if last <= 3
            else "the weights hardly moved: does the optimizer hold them, and is the rate too low?")
     if not last < 4: why = "the rate is far too high, or the windows or their targets are wrong"
+    if len({tuple(ids) for batch in run.seen for ids in batch}) <= 16:
+        why = "each step sees the same windows: make the generator once, before the loop"
     raise AssertionError(f"{run.where}the validation loss is {last:.3f} at the end, expected at "
                          f"most {most:.3f}: {why}")
 
