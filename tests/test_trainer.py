@@ -873,6 +873,23 @@ def test_where_the_last_weights_are_the_best_they_are_loaded(data, tmp_path):
     check_close(weights(trainer), dict(load_model(tmp_path/"a")[0].named_parameters()), 0, 0)
 
 
+def test_a_damaged_best_checkpoint_is_named_and_no_other_one_is_loaded(data, tmp_path):
+    by_heart(data, tmp_path/"a").fit(tmp_path/"a")
+    path = Checkpoints(tmp_path/"a/checkpoints").best()
+    for file in ("state.json", "config.json", "model.safetensors"):
+        (path/file).write_bytes(b"{}" + (good := (path/file).read_bytes()))
+        with pytest.raises(ValueError, match=re.escape(f"{path/file}: ")): load_model(tmp_path/"a")
+        load_model(tmp_path/"a", checkpoint="latest")
+        (path/file).write_bytes(good)
+    load_model(tmp_path/"a")
+
+
+def test_a_checkpoint_is_not_the_folder_of_its_run(data, tmp_path):
+    run(data, tmp_path/"a")
+    path = Checkpoints(tmp_path/"a/checkpoints").latest()
+    with pytest.raises(ValueError, match=re.escape(f"{path}: a checkpoint, expected the folder of its run")): load_model(path)
+
+
 def test_a_run_of_before_gives_its_last_weights_and_goes_on(data, tmp_path):
     "Its last checkpoint was not measured, so an earlier one can't be called better"
     (tmp_path/"a").mkdir()
