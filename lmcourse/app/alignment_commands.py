@@ -6,7 +6,7 @@
 __all__ = ['AlignmentCommand', 'SftCommand', 'DpoCommand', 'RlCommand', 'align', 'CurateCommand', 'PipelineCommand']
 
 # %% ../../nbs/90_app/90ff_alignment_commands.ipynb #97ad1d6b
-import json, shlex
+import shlex
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -165,8 +165,8 @@ def _last_line(run:Path, found:dict, seconds:float)->str: # With a prompt as the
 
 def _how_it_ended(kind:str, run:Path, train:TrainConfig)->list: # Lines; empty if it can go on
     path = run/"success.jsonl"                          # Its last line is measured at the very end
-    rows = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    last = json.loads(rows[-1]) if rows else {}
+    rows = [row for _,row in json_lines(path)] if path.is_file() else []
+    last = rows[-1] if rows else {}
     if not finished(run, train) or last.get("step") != train.steps: return []
     settings = read_json(run/"align.json")
     task, own = settings.get("task", AlignmentCommand.task), settings.get("pairs")
