@@ -884,6 +884,19 @@ def test_a_damaged_best_checkpoint_is_named_and_no_other_one_is_loaded(data, tmp
     load_model(tmp_path/"a")
 
 
+def test_a_run_does_not_go_on_with_other_tokens(data, tmp_path):
+    "As after preparing another text into the folder that it reads"
+    run(data, tmp_path/"a")
+    train, valid = sets(data)
+    Trainer(MODEL, SHORT, train, valid).resume(tmp_path/"a")
+    for others, name in (((valid, valid), "train"), ((train, train), "valid")):
+        with pytest.raises(ValueError, match=f"a: began with other tokens: {name}.bin had the SHA-256 [0-9a-f]{{12}}…, here [0-9a-f]{{12}}…"): Trainer(MODEL, SHORT, *others).resume(tmp_path/"a")
+    values = json.loads((tmp_path/"a/config.json").read_text())
+    del values["tokens"]                                            # A run of before
+    (tmp_path/"a/config.json").write_text(json.dumps(values))
+    Trainer(MODEL, SHORT, valid, valid).resume(tmp_path/"a")
+
+
 def test_a_checkpoint_is_not_the_folder_of_its_run(data, tmp_path):
     run(data, tmp_path/"a")
     path = Checkpoints(tmp_path/"a/checkpoints").latest()
