@@ -417,6 +417,9 @@ def test_a_run_on_chats_is_tried_by_chat_and_on_prompts_by_generate(little, tmp_
     cli.main(["sft", "--resume", "chats"])
     said = capsys.readouterr().out
     assert "chats is finished: held-out loss " in said and "lmcourse sft NEW --init-from chats --pairs FILE\n" in said
+    Path("chats/success.jsonl").write_text('{"step": 2, "loss"')
+    with pytest.raises(SystemExit): cli.main(["sft", "--resume", "chats"])
+    assert capsys.readouterr().err.startswith("lmcourse: chats/success.jsonl: line 1 is not JSON (")
 
 
 def test_a_run_on_a_task_is_asked_as_it_was_taught(little, tmp_path):

@@ -307,7 +307,7 @@ def broken(work, whole):
     ("tokenizer stories new --vocab-size 100", "vocab_size = 100, expected at least 257: 256 bytes and 1 special token\n"),
     ("tokenizer stories new --vocab-size 1000000000", "vocab_size = 1,000,000,000, expected at most 4,000,257: 4,000,000 bytes of text (max_mb = 4)"),
     ("check", "check needs EXERCISE (say 03.rope; or a chapter, say 03, for all exercises that FILE answers) and FILE (a Python file or a notebook; or a folder with a file for each exercise): lmcourse check EXERCISE FILE\n"),
-    ("check 01", "check needs FILE (a"), ("prepare stories new", "prepare needs --tokenizer PATH (folder that `lmcourse tokenizer` wrote): lmcourse prepare CORPUS OUT --tokenizer PATH\n"),
+    ("check 01", "check needs FILE (a"), ("prepare stories new", "prepare needs --tokenizer PATH (folder that `lmcourse tokenizer` wrote): lmcourse prepare CORPUS OUT --tokenizer PATH\n"), ("prepare stories tok new", "prepare needs --tokenizer PATH (folder that `lmcourse tokenizer` wrote): lmcourse prepare CORPUS OUT --tokenizer PATH\n"),
     ("scale", "scale needs RUNS (JSON lines"), ("completion", "completion needs SHELL (bash, zsh or fish): lmcourse completion SHELL\n"),
     ("train data new --steps", "--steps needs a value\n"), ("train data new --steps 1e3", "--steps = 1e3, expected a whole number\n"), ("generate --temperature hot", "--temperature = hot, expected a number\n"),
     ("tokenizer --vocabsize 500 stories new", "unknown option '--vocabsize': did you mean '--vocab-size'?\n"), ("doctor --x", "doctor: unknown --x; see lmcourse doctor --help\n"),

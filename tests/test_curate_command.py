@@ -157,8 +157,19 @@ def test_a_blank_line_keeps_the_numbers_of_lines(tmp_path):
     with pytest.raises(ValueError, match="a.jsonl: line 4, expected an object with a text"): list(read_shard(tmp_path/"a.jsonl"))
 
 
+@pytest.mark.parametrize("name", ["b.csv", "sub/page.html", "b.jsonl.zst", "b.json.gz"])
+def test_a_text_in_another_format_is_not_left_out_without_a_word(tmp_path, name):
+    for file in ("a.jsonl", "SHA256SUMS", name):
+        (tmp_path/file).parent.mkdir(exist_ok=True)
+        (tmp_path/file).write_text("")
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path/name}: expected files that end in .warc, ")): shard_files(tmp_path)
+    (tmp_path/name).unlink()
+    assert shard_files(tmp_path) == [tmp_path/"a.jsonl"]
+
+
 def test_hidden_files_are_no_shards(tmp_path):
-    for name in ("a.jsonl", "._a.jsonl"): (tmp_path/name).write_text("")
+    (tmp_path/".ipynb_checkpoints").mkdir()
+    for name in ("a.jsonl", "._a.jsonl", ".ipynb_checkpoints/a.jsonl"): (tmp_path/name).write_text("")
     assert shard_files(tmp_path) == [tmp_path/"a.jsonl"]
 
 

@@ -336,11 +336,12 @@ def test_a_number_among_the_texts_of_a_folder(tmp_path, kind, bad, words, good):
     (tmp_path/f"{good}.{kind}").write_text('{"text": "a b"}\n')
     (file := tmp_path/f"m.{kind}").write_text(bad)
     with pytest.raises(ValueError) as e: list(documents(f"hf:{tmp_path}"))
+    if words.startswith("text is") and good == "a": words = "line 1 has no text 'text': {'text': 3}"
     assert str(e.value) == f"{file}: {words}"
 
 
 def test_json_files_of_a_folder_have_the_splits_that_their_names_say(tmp_path):
-    files = {"data/train-1.jsonl": '{"text": "a", "id": 1}\n{"text": "b<|endoftext|>c", "id": "x"}\n{"id": 2}\n', "data/train-2.json": '[{"text": "d"}, {"text": null}]', "data/validation.jsonl": '{"text": "e"}\n', "README.md": "# Not a text"}
+    files = {"data/train-1.jsonl": '{"text": "a", "id": 1}\n{"text": "b<|endoftext|>c", "id": "x"}\n{"id": 2, "text": null}\n', "data/train-2.json": '[{"text": "d"}, {"text": null}]', "data/validation.jsonl": '{"text": "e"}\n', "README.md": "# Not a text"}
     for name, text in files.items():
         (tmp_path/name).parent.mkdir(exist_ok=True)
         (tmp_path/name).write_text(text)
@@ -382,6 +383,56 @@ def test_a_broken_file_is_named_with_its_line_by_itself_and_in_a_folder(tmp_path
     for name in (bad, folder):
         with pytest.raises(ValueError) as e: list(documents(f"hf:{name}"))
         assert str(e.value).startswith(f"{bad}{words}") and "\n" not in str(e.value), str(e.value)
+
+
+CSV = [("text\nhello\nnull\nNA\n007\n1.0\n", ["hello", "null", "NA", "007", "1.0"]), ("\ufefftext,id\r\n\"one, a\r\nx\",1\r\n\r\n,2\r\ntwo,3\r\n", ["one, a\r\nx", "two"]), (",text\n0,a\n1,b\n", ["a", "b"]),
+       ("text\n" + "x"*200_000 + "\n", ["x"*200_000]), ("id,story,views\n1,a b,\n2,7,3\n", ["a b", "7"]), ("text\n12\n", ["12"])]
+
+
+@pytest.mark.parametrize("content, texts", CSV, ids=range(len(CSV)))
+@pytest.mark.parametrize("folder", [False, True])
+def test_each_cell_of_a_csv_file_is_a_text(tmp_path, content, texts, folder):
+    "pandas takes the words null and NA for missing values, and 007 for 7.0; to_csv writes an index without a name."
+    (path := tmp_path/"own.csv").write_text(content, encoding="utf-8", newline="")
+    assert sorted(t for split in ("train", "valid") for t in documents(f"hf:{tmp_path if folder else path}", split)) == sorted(texts)
+
+
+@pytest.mark.parametrize("content, words", [('""\na\n', "no columns, expected a first line with their names"), ("text;id\na;1\n", "the first line is 'text;id', expected commas between the names"), ("id,text\n1,a\n2\n", "line 3 has 1 fields, expected 2"),
+                                            ("id,text\n", "no rows, expected at least one"), ("a,b\nx,y\n", "no column called text among a, b, and 2 with strings"), ("text\na\n".encode("utf-16"), "not UTF-8 (byte 0)")])
+def test_a_csv_file_with_something_else(tmp_path, content, words):
+    (path := tmp_path/"own.csv").write_bytes(content if isinstance(content, bytes) else content.encode())
+    for name in (path, tmp_path):
+        with pytest.raises(ValueError, match=re.escape(f"{path}: {words}")): list(documents(f"hf:{name}"))
+
+
+@pytest.mark.parametrize("other", ["c.parquet", "b.jsonl", "sub/a.txt", "c.csv"])
+@pytest.mark.parametrize("own", ["m.jsonl", "train.csv"])
+def test_a_folder_is_read_whole_or_not_at_all(tmp_path, other, own):
+    "datasets takes the files of one kind, or those whose names say train, and no others"
+    for name in (own, other, "README.md", ".cache/x.json"):
+        (tmp_path/name).parent.mkdir(exist_ok=True)
+        if name.endswith("parquet"): (tmp_path/name).write_bytes(parquet(text=["a", "b"]))
+        else: (tmp_path/name).write_text('{"text": "a"}\n{"text": "b"}\n' if "json" in name else "text\na\nb\n")
+    if own == "m.jsonl" and other == "b.jsonl": # Of one kind
+        assert set(documents(f"hf:{tmp_path}")) | set(documents(f"hf:{tmp_path}", "valid")) == {"a", "b"}
+        return
+    with pytest.raises(ValueError, match="would be read, but not .*: put those into another folder") as e: documents(f"hf:{tmp_path}")
+    assert own in str(e.value) and other in str(e.value) and "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_a_file_of_a_folder_without_the_column_is_named(tmp_path, kind):
+    for name, column in (("a", "text"), ("b", "content")):
+        content = {"jsonl": f'{{"{column}": "x y"}}\n', "csv": f"{column}\nx y\n"}
+        (tmp_path/f"{name}.{kind}").write_bytes(content[kind].encode() if kind in content else parquet(**{column: ["x y"]}))
+    with pytest.raises(ValueError, match=r"b\.\w+: \w+ \d has no text 'text': {'content': 'x y'}"): list(documents(f"hf:{tmp_path}"))
+
+
+def test_rows_of_a_csv_file_have_their_lines_and_a_folder_is_no_file(tmp_path):
+    (path := tmp_path/"own.csv").write_text('prompt,response\n"a\nb",c\n\nd,\n')
+    assert [*file_rows(path)] == [("line 3", dict(prompt="a\nb", response="c")), ("line 5", dict(prompt="d", response=""))]
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path}: a folder, expected a file")): next(file_rows(tmp_path))
+    with pytest.raises(FileNotFoundError, match="none.csv: no such file"): next(file_rows(tmp_path/"none.csv"))
 
 
 # Folders of text files

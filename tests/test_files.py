@@ -175,6 +175,7 @@ def test_an_error_names_the_file_that_was_asked_for(tmp_path):
     ('\ufeff{"a": 1}\r\n{"a": "é"}\r\n', [(1, dict(a=1)), (2, dict(a="é"))]), ('{"a": 1}\n\n \n{"a": 2}', [(1, dict(a=1)), (4, dict(a=2))]), ("", []), ("\n \n", []),
     ('{"a": 1}\n{"a": 2},\n', r'line 2 is not JSON \(Extra data at column 9\): \'{"a": 2},\''), ('{"a": 1,}', "line 1 is not JSON"), ("[\n{}\n]", r"line 1 is not JSON .*'\[', expected an object on each line"),
     ('[{"a": 1}]', r"line 1 is '\[{\"a\": 1}\]', expected an object on each line"), ('{}\n"a"', "line 2 is '\"a\"', expected an object"), ('{}\n{"a": "\xe9"}'.encode("latin-1"), r"line 2 is not JSON in UTF-8 \(byte 0xe9 at column 8\)"),
+    ('{"a": "b', r"line 1 is not JSON \(Unterminated string starting at column 7\): "),
     ('{"a": "\\ud83d\\ude00"}', [(1, dict(a="\U0001f600"))]), ('{"a": 1}\n{"a": ["x\\uD83D"]}', r"line 2 has half a character \('\\ud83d'\)"),
     ('{"a": 1}\n'.encode("utf-16"), "line 1 is not JSON in UTF-8"), ('{"a": 1' + "0"*5000 + "}", "line 1 is not JSON that can be read")])
 def test_json_lines_are_read_or_the_line_is_named(tmp_path, content, found):

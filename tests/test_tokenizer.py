@@ -368,6 +368,15 @@ def test_special_tokens_that_can_not_be_told_apart(tmp_path):
     assert Tokenizer.from_folder(tmp_path/"t").encode("ééa bé") == [256, 257, 195, 169]
 
 
+@pytest.mark.parametrize("change", [lambda lines: lines[:20], lambda lines: [], lambda lines: [lines[1], lines[0], *lines[2:]]])
+def test_merges_that_a_copy_has_lost_or_in_another_order(tmp_path, change):
+    "All tokens would still be there, but texts would be cut into other ones."
+    TOKENIZER.save(tmp_path/"t")
+    first, *lines = (path := tmp_path/"t/merges.txt").read_text(encoding="utf-8").splitlines(keepends=True)
+    path.write_text("".join([first, *(left := change(lines))]), encoding="utf-8")
+    with pytest.raises(ValueError, match=f"t: tokenizer.json has {len(lines)} merges and merges.txt {len(left)}, expected the same ones"): Tokenizer.from_folder(tmp_path/"t")
+
+
 def test_damaged_folders(tmp_path):
     def damaged(name, old, new):
         folder = tmp_path/str(len(list(tmp_path.iterdir())))

@@ -874,6 +874,36 @@ def test_where_the_last_weights_are_the_best_they_are_loaded(data, tmp_path):
     check_close(weights(trainer), dict(load_model(tmp_path/"a")[0].named_parameters()), 0, 0)
 
 
+def test_a_damaged_best_checkpoint_is_named_and_no_other_one_is_loaded(data, tmp_path):
+    by_heart(data, tmp_path/"a").fit(tmp_path/"a")
+    path = Checkpoints(tmp_path/"a/checkpoints").best()
+    for file in ("state.json", "config.json", "model.safetensors"):
+        (path/file).write_bytes(b"{}" + (good := (path/file).read_bytes()))
+        with pytest.raises(ValueError, match=re.escape(f"{path/file}: ")): load_model(tmp_path/"a")
+        load_model(tmp_path/"a", checkpoint="latest")
+        (path/file).write_bytes(good)
+    load_model(tmp_path/"a")
+
+
+def test_a_run_does_not_go_on_with_other_tokens(data, tmp_path):
+    "As after preparing another text into the folder that it reads"
+    run(data, tmp_path/"a")
+    train, valid = sets(data)
+    Trainer(MODEL, SHORT, train, valid).resume(tmp_path/"a")
+    for others, name in (((valid, valid), "train"), ((train, train), "valid")):
+        with pytest.raises(ValueError, match=f"a: began with other tokens: {name}.bin had the SHA-256 [0-9a-f]{{12}}…, here [0-9a-f]{{12}}…"): Trainer(MODEL, SHORT, *others).resume(tmp_path/"a")
+    values = json.loads((tmp_path/"a/config.json").read_text())
+    del values["tokens"]                                            # A run of before
+    (tmp_path/"a/config.json").write_text(json.dumps(values))
+    Trainer(MODEL, SHORT, valid, valid).resume(tmp_path/"a")
+
+
+def test_a_checkpoint_is_not_the_folder_of_its_run(data, tmp_path):
+    run(data, tmp_path/"a")
+    path = Checkpoints(tmp_path/"a/checkpoints").latest()
+    with pytest.raises(ValueError, match=re.escape(f"{path}: a checkpoint, expected the folder of its run")): load_model(path)
+
+
 def test_a_run_of_before_gives_its_last_weights_and_goes_on(data, tmp_path):
     "Its last checkpoint was not measured, so an earlier one can't be called better"
     (tmp_path/"a").mkdir()

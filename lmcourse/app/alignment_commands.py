@@ -6,7 +6,7 @@
 __all__ = ['AlignmentCommand', 'SftCommand', 'DpoCommand', 'RlCommand', 'align', 'CurateCommand', 'PipelineCommand']
 
 # %% ../../nbs/90_app/90ff_alignment_commands.ipynb #97ad1d6b
-import json, shlex
+import shlex
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -41,8 +41,8 @@ class SftCommand(AlignmentCommand):
     the course's model."""
     slip: float = 0.2           # Probability that a mention in a demonstration is wrong
     demonstrations: int = 4000  # Number of demonstrations, which are then repeated
-    # File of JSON lines, JSON or Parquet with prompt and response, or with messages, instead of
-    # demonstrations
+    # File of JSON lines, JSON, CSV or Parquet with prompt and response, or with messages,
+    # instead of demonstrations
     pairs: Path|None = None
     # How the model is trained
     train: TrainConfig = field(default_factory=partial(_few_steps, 50, batch_size=32, lr=2e-3,
@@ -61,8 +61,8 @@ class DpoCommand(AlignmentCommand):
     sft_weight: float = 0.3     # Weight of the plain loss of chosen responses
     prompts: int = 128          # Prompts for which responses are written, to make pairs
     group_size: int = 8         # Responses per prompt
-    # File of JSON lines, JSON or Parquet with prompt, chosen and rejected, as texts or messages,
-    # instead of pairs that the model writes
+    # File of JSON lines, JSON, CSV or Parquet with prompt, chosen and rejected, as texts or
+    # messages, instead of pairs that the model writes
     pairs: Path|None = None
     reference: Path|None = None # Model to stay near to, if not that of --init-from
     # How the model is trained
@@ -165,8 +165,8 @@ def _last_line(run:Path, found:dict, seconds:float)->str: # With a prompt as the
 
 def _how_it_ended(kind:str, run:Path, train:TrainConfig)->list: # Lines; empty if it can go on
     path = run/"success.jsonl"                          # Its last line is measured at the very end
-    rows = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    last = json.loads(rows[-1]) if rows else {}
+    rows = [row for _,row in json_lines(path)] if path.is_file() else []
+    last = rows[-1] if rows else {}
     if not finished(run, train) or last.get("step") != train.steps: return []
     settings = read_json(run/"align.json")
     task, own = settings.get("task", AlignmentCommand.task), settings.get("pairs")

@@ -222,7 +222,8 @@ def one_line(
         elif row.startswith("    "): listed.append([title, row.strip(), ""])
         elif re.match(_TITLES, row): title = row
         else: text.append(row.strip())
-    if title.startswith("Missing from"): return _missing(name, [entry[1:] for entry in listed])
+    missing = [entry[1:] for entry in listed if entry[0].startswith("Missing from")]
+    if missing: return _missing(name, missing)
     line = re.sub(r" \(applied to [^)]*\)| Arguments are applied to .*? matter\.", "",
                   " ".join(text))
     for pattern,words in _IN_WORDS.items(): line = re.sub(pattern, words, line)
@@ -236,7 +237,7 @@ def one_line(
     return f"{name}: {line}; {more}"
 
 # %% ../../nbs/90_app/90g_cli.ipynb #2dd682cb
-_TITLES = "Missing from |Perhaps you meant:|Arguments similar to "
+_TITLES = "Missing from |Unrecognized options:$|Perhaps you meant:|Arguments similar to "
 _IN_WORDS = {
     r"Error parsing __tyro\S+ ": "",
     r"Unrecognized options: (.*)": lambda m: f"unknown {m[1].replace(', ', ' ')}",

@@ -26,7 +26,7 @@ from .commands import in_bytes, refuse_existing, say, source, with_resume_hint, 
 class TokenizerCommand:
     "Train a byte-level BPE tokenizer on a corpus."
     # stories, python, text:PATH, curated:OUT, tinystories, openwebtext or hf:REPO, where PATH may
-    # be a file or a folder, and REPO a file of JSON lines or Parquet
+    # be a file or a folder, and REPO a file of JSON lines, CSV or Parquet
     data: word(str, "CORPUS")
     out: word(Path, "OUT")        # New folder for vocab.json, merges.txt and tokenizer.json
     vocab_size: int = 2048                      # All tokens: 256 bytes, merges and <|endoftext|>
@@ -61,7 +61,7 @@ def learn_tokenizer(texts:Iterable[str], vocab_size:int
 class PrepareCommand:
     "Tokenize a corpus once: training and validation documents as files of ids."
     # stories, python, text:PATH, curated:OUT, tinystories, openwebtext or hf:REPO, where PATH may
-    # be a file or a folder, and REPO a file of JSON lines or Parquet
+    # be a file or a folder, and REPO a file of JSON lines, CSV or Parquet
     data: word(str, "CORPUS")
     out: word(Path, "OUT")        # New folder for train.*, valid.* and a copy of the tokenizer
     tokenizer: Path                             # Folder that `lmcourse tokenizer` wrote

@@ -356,16 +356,21 @@ def shard_files(
     path:str|Path, # A shard, or a folder of shards
 )->list: # Sorted paths
     """List the shards at `path`, without hidden files.
-    `FileNotFoundError`, or `ValueError` if there are none."""
+    `FileNotFoundError`, or `ValueError` if there are none, or texts in another format."""
     path = Path(path)
     if not path.exists(): raise FileNotFoundError(f"{path}: no such file or folder")
     # macOS writes a file `._x` for each file x that it copies to another system's disk
-    inside = sorted(p for p in path.rglob("[!.]*") if p.is_file())
+    inside = sorted(p for p in path.rglob("*") if p.is_file()
+                    and not any(part.startswith(".") for part in p.relative_to(path).parts))
     found = inside if path.is_dir() else [path]
-    found = [p for p in found if p.name.removesuffix(".gz").endswith(ENDINGS)]
-    if not found:
-        raise ValueError(f"{path}: expected files that end in {', '.join(ENDINGS)}, or with .gz")
-    return found
+    fit = [p for p in found if p.name.removesuffix(".gz").endswith(ENDINGS)]
+    # Other files may lie there, too, but no text is left out without a word
+    other = next((p for p in found if p.name.removesuffix(".gz").endswith(_NO_SHARDS)), path)
+    if other != path or not fit:
+        raise ValueError(f"{other}: expected files that end in {', '.join(ENDINGS)}, or with .gz")
+    return fit
+
+_NO_SHARDS = (".csv", ".tsv", ".json", ".html", ".htm", ".bz2", ".xz", ".zst", ".zip")
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #bc48f4fb
 def read_shard(

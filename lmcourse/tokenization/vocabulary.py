@@ -317,10 +317,13 @@ def read_folder(
     paths = {name: Path(folder)/name for name in ("vocab.json", "merges.txt", "tokenizer.json")}
     if absent := [name for name,path in paths.items() if not path.is_file()]:
         raise FileNotFoundError(f"{folder}: no tokenizer, {' and '.join(absent)} not found")
-    *_, special, rules = parse_hugging_face(whole := read_json(paths["tokenizer.json"]),
-                                            paths["tokenizer.json"])
+    whole = read_json(paths["tokenizer.json"])
+    _, merges, special, rules = parse_hugging_face(whole, paths["tokenizer.json"])
     tokenizer = cls(read_vocab(paths["vocab.json"]), read_merges(paths["merges.txt"]), special,
                     rules)
     if {name: i for i,name in _names(tokenizer).items()} != whole["model"]["vocab"]:
         raise ValueError(f"{folder}: tokenizer.json and vocab.json are not of the same tokenizer")
+    if merges != tokenizer.merges:
+        raise ValueError(f"{folder}: tokenizer.json has {len(merges):,} merges and merges.txt "
+                         f"{len(tokenizer.merges):,}, expected the same ones")
     return tokenizer

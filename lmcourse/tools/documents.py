@@ -8,7 +8,7 @@ __all__ = ['END_OF_TEXT', 'SPLITS', 'HUB', 'HELD_OUT', 'has_columns', 'text_file
            'validation_bytes', 'corpus_digest']
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #bb0ad824
-import ast, codecs, csv, functools, hashlib, io, json, logging, os, shlex, sysconfig, tempfile
+import ast, codecs, csv, functools, hashlib, json, logging, os, shlex, sysconfig, tempfile
 import warnings
 from contextlib import contextmanager, suppress
 from itertools import chain
@@ -190,8 +190,6 @@ def _one_line(name:str): # Explains errors of `datasets` and of its libraries in
 def _explained(name:str, e:Exception)->Exception:
     what = " ".join(line.strip() for line in str(e).split("\n")[:2])[:300] or type(e).__name__
     repo = HUB.get(name, (name.removeprefix("hf:").partition(":")[0],))[0]
-    path = Path(os.path.expanduser(repo))
-    if path.exists() and (fault := _fault(path)): return ValueError(fault)
     if isinstance(e, (ConnectionError, TimeoutError)) or type(e).__module__.startswith(_NETWORK):
         return ConnectionError(f"{name}: the Hugging Face hub can't be reached, or not any more "
                                f"({what}); stories and text:PATH need no network")
@@ -209,7 +207,7 @@ def _reach(): # Fails at once, where `load_dataset` would try for half a minute
     from huggingface_hub.utils import get_session
     get_session().head(constants.ENDPOINT, timeout=10)
 
-def _open_repository(name:str): # Split to rows
+def _open_repository(name:str): # Split to rows, or to files that are read here
     repo, _, config = name.removeprefix("hf:").partition(":")
     repo, revision = HUB.get(name, (os.path.expanduser(repo), None))
     path, files = Path(repo), None
@@ -226,21 +224,36 @@ def _open_repository(name:str): # Split to rows
         if path.is_dir():
             found = load_dataset_builder(repo, config or None, cache_dir=nothing).config.data_files
             parts = {str(split): [*map(Path, some)] for split,some in (found or {}).items()}
-            if all(f.is_file() and _is_read_here(f) and f.suffix != ".parquet"
-                   for f in chain(*parts.values())):
-                return {split: _Rows(some) for split,some in parts.items()}
+            if not config: _refuse_unread(Path(repo), {*chain(*parts.values())})
+            if all(f.is_file() and _is_read_here(f) for f in chain(*parts.values())): return parts
         return load_dataset(repo, config or None, data_files=files,
                             revision=None if local else revision, streaming=True,
                             cache_dir=nothing)
 
+# %% ../../nbs/00_tools/00g_documents.ipynb #3bc76824
+def _refuse_unread(folder:Path, read:set): # `datasets` takes files of one kind, and says nothing
+    card = folder/"README.md" # May list the files
+    if card.is_file() and b"data_files" in card.read_bytes(): return
+    kinds, about = {*_TEXTS, ".jsonl", ".parquet", ".txt"}, ("license", "readme")
+    others = [f.relative_to(folder) for f in sorted(folder.rglob("*")) if f.is_file()
+              and f not in read and Path(f.name.removesuffix(".gz")).suffix in kinds]
+    names = [str(f) for f in others if not any(part.startswith(".") for part in f.parts)
+             and not f.name.lower().startswith(about) and f.name not in _ABOUT]
+    if names and read: raise ValueError(
+        f"{min(read).name} would be read, but not {', '.join(names[:3])}"
+        f"{', …'*(len(names) > 3)}: put those into another folder")
+
+_ABOUT = {"config.json", "dataset_info.json", "dataset_infos.json"} # `datasets` skips them, too
+
 # %% ../../nbs/00_tools/00g_documents.ipynb #c0785d9a
 def file_rows(
-    path:str|Path, # A file of JSON lines, perhaps with `.gz`, a `.json` or a Parquet file
+    path:str|Path, # A file of JSON lines, perhaps with `.gz`, a `.json`, CSV or Parquet file
 )->Iterator[tuple[str, dict]]: # The place of each row, say `line 3`; column to value
     """Read a file with columns lazily. Raises `FileNotFoundError`, or `ValueError` with the place
     of what can't be read."""
+    if Path(path).is_dir(): raise ValueError(f"{path}: a folder, expected a file")
     if not str(path).endswith(".parquet"):
-        found = _listed(path)
+        found = _csv_rows(path) if str(path).endswith(".csv") else _listed(path)
         if found is None: found = ((f"line {n}", row) for n,row in json_lines(path))
         yield from found
         return
@@ -270,10 +283,24 @@ def _listed(path:str|Path
             raise ValueError(f"{path}: item {k} is {str(row)[:40]!r}, expected an object")
     return [(f"item {k}", row) for k,row in enumerate(rows, 1)]
 
-class _Rows: # Of several files, as often as they are asked for
-    def __init__(self, files:list): self.files = files
-    def __iter__(self): return (row for file in self.files for _,row in file_rows(file))
-
+# %% ../../nbs/00_tools/00g_documents.ipynb #781350dd
+def _csv_rows(path:str|Path)->Iterator: # All values are texts
+    if not Path(path).is_file(): raise FileNotFoundError(f"{path}: no such file")
+    csv.field_size_limit(2**31 - 1) # A document can be long
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        rows = filter(None, reader := csv.reader(file, strict=True)) # Without empty lines
+        try:
+            if not any(names := next(rows, [])): raise ValueError(
+                f"{path}: no columns, expected a first line with their names")
+            if len(names) == 1 and {*names[0]} & {*";\t"}: raise ValueError(
+                f"{path}: the first line is {names[0]!r:.40}, expected commas between the names")
+            for row in rows:
+                if len(row) != len(names): raise ValueError(
+                    f"{path}: line {reader.line_num} has {len(row)} fields, expected {len(names)}")
+                yield f"line {reader.line_num}", dict(zip(names, row))
+        except csv.Error as e: raise ValueError(
+            f"{path}: line {reader.line_num} can't be read as CSV ({e})") from None
+        except UnicodeDecodeError: read_utf8(path) # Says which byte
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #93a64c80
 def hub_documents(
@@ -285,17 +312,21 @@ def hub_documents(
     """Yield the documents of a repository, fetched while they are read. Raises a one-line
     `ConnectionError`, `FileNotFoundError`, `PermissionError` or `ValueError`."""
     path = Path(os.path.expanduser(name.removeprefix("hf:")))
-    if _is_read_here(path) and path.is_file(): return _divided(_column_texts(path), split)
+    if _is_read_here(path) and path.is_file(): return _divided(_column_texts([path]), split)
     with _one_line(name):
         parts = _open_repository(name)
         own = next((s for s in ("validation", "valid", "val", "dev") if s in parts), None)
         if "train" not in parts: raise ValueError(f"no split called train, but {', '.join(parts)}")
         part = parts[own if own and split == "valid" else "train"]
-        rows = iter(part)
-        if (first := next(rows, None)) is None: raise ValueError("it has no rows")
-        column = text_column(first)
+        if not isinstance(part, list): # Else files that are read here
+            rows = iter(part)
+            if (first := next(rows, None)) is None: raise ValueError("it has no rows")
+            column = text_column(first)
+    if isinstance(part, list):
+        texts = _column_texts(part)
+        return texts() if own else _divided(texts, split)
     if own: return _texts(name, chain([first], rows), column)
-    # A file or a folder can be read twice; a repository is fetched once
+    # A file can be read twice; a repository is fetched once
     if path.exists(): return _divided(lambda: _texts(name, part, column), split)
     return (text for text in _texts(name, chain([first], rows), column)
             if held_out(text) == (split == "valid"))
@@ -309,54 +340,32 @@ def _cut(row:dict, column:str)->list: # The documents of a row
     text = row.get(column)
     return [] if text is None else [d for d in text.split(END_OF_TEXT) if d.strip()]
 
-def _is_read_here(path:Path)->bool: return has_columns(path) or path.suffix == ".json"
+_TEXTS = (".json", ".csv") # Files that have columns, or are a text
+def _is_read_here(path:Path)->bool: return has_columns(path) or path.suffix in _TEXTS
 
-def _column_texts(path:Path)->Callable: # A function that reads the documents of a file
-    if (first := next((row for _,row in file_rows(path)), None)) is None:
-        raise ValueError(f"{path}: no rows, expected at least one")
-    try: column = text_column(first)
-    except ValueError as e: raise ValueError(f"{path}: {e}") from None
+def _column_texts(files:list)->Callable: # A function that reads the documents of files
+    first = next(((f, row) for f in files for _,row in file_rows(f)), None)
+    if first is None: raise ValueError(f"{files[0]}: no rows, expected at least one")
+    file, row = first
+    # In a CSV file, numbers are texts as well
+    if file.suffix == ".csv": row = {k: v if k == "text" else _as_number(v) for k,v in row.items()}
+    try: column = text_column(row)
+    except ValueError as e: raise ValueError(f"{file}: {e}") from None
     def texts():
-        for where,row in file_rows(path):
+        for file,(where,row) in ((f, r) for f in files for r in file_rows(f)):
             if not isinstance(row.get(column, 0), (str, type(None))): raise ValueError(
-                f"{path}: {where} has no text {column!r}: {str(row)[:60]}")
+                f"{file}: {where} has no text {column!r}: {str(row)[:60]}")
             yield from _cut(row, column)
     return texts
+
+def _as_number(text:str)->str|float|None: # As `datasets` reads it, `None` for an empty cell
+    try: return float(text) if text else None
+    except ValueError: return text
 
 def _divided(texts:Callable, split:str)->Iterator[str]: # One in 200, and at least one, is `valid`
     is_valid = held_out
     if not any(map(held_out, texts())): is_valid = min(texts(), key=_number_of, default="").__eq__
     yield from (text for text in texts() if is_valid(text) == (split == "valid"))
-
-# %% ../../nbs/00_tools/00g_documents.ipynb #42cd66d8
-def _fault(path:Path)->str|None: # What is wrong in the first file that can't be read by itself
-    found = sorted(path.rglob("*")) if path.is_dir() else [path]
-    for file in (f for f in found if f.is_file() and not _is_no_data(f.relative_to(path))):
-        try:
-            if _is_read_here(file): rows = _column_texts(file)()
-            elif file.suffix == ".csv": rows = _csv_parts(file)
-            else: continue
-            for _ in rows: pass
-        except ValueError as e: return str(e)
-    return None
-
-def _csv_parts(path:Path)->Iterator: # Its rows; `datasets` rejects a row with too many fields, too
-    rows = csv.reader(io.StringIO(read_utf8(path), newline=""), strict=True)
-    try:
-        width = len(next(filter(None, rows), [])) # Empty lines before the names are skipped
-        if not width: raise ValueError(
-            f"{path}: no columns, expected a first line with their names")
-        for row in rows:
-            if len(row) > width: raise ValueError(
-                f"{path}: line {rows.line_num} has {len(row)} fields, expected {width}")
-            yield row
-    except csv.Error as e:
-        raise ValueError(f"{path}: line {rows.line_num} can't be read as CSV ({e})") from None
-
-def _is_no_data(path:Path)->bool: # Whether `datasets` skips such a file in a folder
-    return (path.name in {"config.json", "dataset_info.json", "dataset_infos.json"}
-            or any(part.startswith(".") for part in path.parts))
-
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #e17b2ce4
 def python_documents(
@@ -415,7 +424,7 @@ def corpus_of(
     "Choose how to read a path, by its ending or by what is in it."
     curated = (Path(path)/"funnel.json").is_file()
     files = Path(path).glob("*") if Path(path).is_dir() else [Path(path)]
-    table = any(has_columns(f) or f.suffix in (".json", ".csv") for f in files)
+    table = any(_is_read_here(f) for f in files)
     return f"{'curated' if curated else 'hf' if table else 'text'}:{path}"
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #1e7d1c18

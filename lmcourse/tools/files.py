@@ -164,7 +164,7 @@ def _json_object(line:bytes, where:str)->dict:
         f"{where} is not JSON in UTF-8 (byte {e.object[e.start]:#04x} at column {e.start + 1}): "
         f"save the file as UTF-8") from None
     except json.JSONDecodeError as e: raise ValueError(
-        f"{where} is not JSON ({e.msg} at column {e.colno}): "
+        f"{where} is not JSON ({e.msg.removesuffix(' at')} at column {e.colno}): "
         f"{e.doc[max(0, e.pos - 30):e.pos + 10].strip()!r}, expected an object on each line"
         ) from None
     except (ValueError, RecursionError) as e:       # A number too long, or nested too deeply

@@ -181,6 +181,8 @@ def load_model(
     of_run = partial(_read_run_model, checkpoint=checkpoint)
     read:Callable = _read_small if (folder/"model.safetensors").is_file() else of_run
     if is_hf_folder(folder): read = partial(_read_hf, device=place)
+    if (folder/"state.json").is_file():
+        raise ValueError(f"{folder}: a checkpoint, expected the folder of its run")
     try: model, tokenizer = read(folder, make)
     except (KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as e:
         why = str(e).splitlines()[0]
@@ -231,7 +233,11 @@ def _read_run_model(run:Path, make:Callable, checkpoint:str
     kept = Checkpoints(run/"checkpoints")
     if (path := kept.latest()) is None: raise FileNotFoundError(f"{run}: no checkpoint yet")
     by_loss = not (run/"align.json").is_file() # A loss doesn't say what sft, dpo and rl have taught
-    if checkpoint == "best" and by_loss and "best" in read_state(path): path = kept.best() or path
+    if checkpoint == "best" and by_loss and "best" in (state := read_state(path)):
+        path = kept.best() or path
+        _, step = state["best"] or (None, 0)
+        # If this one is damaged, `best` has passed over it
+        if (measured := kept.folder/f"step_{step:06d}").is_dir(): read_state(measured)
     model = make(config)
     load_checkpoint(path, model)
     return model, Tokenizer.from_folder(data/"tokenizer")

@@ -24,11 +24,13 @@ def write_run(
     data:Path,          # The folder with the tokens, saved relative to the run's folder
 ):
     "Write `config.json`, whole or not at all."
-    tokens = Path(data)/"train.json"
-    # digest of the tokenizer that made the tokens
-    digest = read_json(tokens).get("tokenizer") if tokens.is_file() else None
+    paths = {name: Path(data)/f"{name}.json" for name in ("train", "valid")}
+    infos = {name: read_json(path) for name,path in paths.items() if path.is_file()}
+    # Digests of the tokenizer that made the tokens, and of the tokens
     values = dict(model=model.to_dict(), train=train.to_dict(), data=_way(Path(run), Path(data)),
-                  tokenizer=digest, lmcourse=__version__)
+                  tokenizer=infos.get("train", {}).get("tokenizer"),
+                  tokens={name: info["sha256"][0] for name,info in infos.items()
+                          if "sha256" in info}, lmcourse=__version__)
     write_json(run/"config.json", values)
 
 def read_run(

@@ -371,12 +371,18 @@ _DECIDES = {f.name for f in fields(_Optimization)} - {"micro_batch"} | {"windows
 
 def _require_settings(t:Trainer, run:Path): # Otherwise the run would become another one midway
     path = run/"config.json"
-    there = read_json(path).get("train", {}) if path.is_file() else {}
+    values = read_json(path) if path.is_file() else {}
+    there = values.get("train", {})
     for name,here in t.config.to_dict().items():
         if name in _DECIDES and there.get(name, here) != here:
             raise ValueError(f"{run}: {name} is {there[name]!r} in its config.json, {here!r} here; "
                              "resume with the run's own settings (read_run), or record the new "
                              "ones first (write_run)")
+    for name,began in values.get("tokens", {}).items():
+        info = getattr(getattr(t, name), "info", {})
+        if (here := info.get("sha256", [began])[0]) != began: raise ValueError(
+            f"{run}: began with other tokens: {name}.bin had the SHA-256 {began[:12]}…, here "
+            f"{here[:12]}…; prepare the same text again, or begin another run from its weights")
 
 # %% ../../nbs/04_training/04k_trainer.ipynb #d9b9ec07
 def _save(t:Trainer, run:Path): # Saves a checkpoint, written by one process for all
