@@ -397,7 +397,7 @@ def test_each_cell_of_a_csv_file_is_a_text(tmp_path, content, texts, folder):
     assert sorted(t for split in ("train", "valid") for t in documents(f"hf:{tmp_path if folder else path}", split)) == sorted(texts)
 
 
-@pytest.mark.parametrize("content, words", [('""\na\n', "no columns, expected a first line with their names"), ("text;id\na;1\n", "the first line is 'text;id', expected commas between the names"), ("id,text\n1,a\n2\n", "line 3 has 1 fields, expected 2"),
+@pytest.mark.parametrize("content, words", [('""\na\n', "no columns, expected a first line with their names"), ("text;id\na;1\n", "the first line is 'text;id', expected commas between the names"), ("id,text\n1,a\n2\n", "line 3 has 1 field, expected 2"),
                                             ("id,text\n", "no rows, expected at least one"), ("a,b\nx,y\n", "no column called text among a, b, and 2 with strings"), ("text\na\n".encode("utf-16"), "not UTF-8 (byte 0)")])
 def test_a_csv_file_with_something_else(tmp_path, content, words):
     (path := tmp_path/"own.csv").write_bytes(content if isinstance(content, bytes) else content.encode())

@@ -296,7 +296,8 @@ def _csv_rows(path:str|Path)->Iterator: # All values are texts
                 f"{path}: the first line is {names[0]!r:.40}, expected commas between the names")
             for row in rows:
                 if len(row) != len(names): raise ValueError(
-                    f"{path}: line {reader.line_num} has {len(row)} fields, expected {len(names)}")
+                    f"{path}: line {reader.line_num} has {len(row)} field{'s'*(len(row) != 1)}, "
+                    f"expected {len(names)}")
                 yield f"line {reader.line_num}", dict(zip(names, row))
         except csv.Error as e: raise ValueError(
             f"{path}: line {reader.line_num} can't be read as CSV ({e})") from None
