@@ -1,5 +1,8 @@
 "The fused CPU kernels: equal to the readable layers in values and gradients, compiled or not, and out of the way where they don't fit."
 import copy
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -370,3 +373,29 @@ def test_a_copy_of_the_optimizer_takes_the_same_step():
     optimizer = AdamW([w], lr=.1)
     optimizer.one_pass = True
     assert copy.deepcopy(optimizer).one_pass and not copy.deepcopy(AdamW([w])).one_pass
+
+
+STEP = """
+import hashlib, torch
+from lmcourse.architecture import fused, fused_attention
+generator = torch.Generator().manual_seed(0)
+def drawn(*shape): return torch.randn(*shape, generator=generator, requires_grad=True)
+def bits(*tensors): print(hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest())
+def with_gradients(y, *xs): bits(y, *torch.autograd.grad(y.square().sum(), xs))
+x, gain, a, b = drawn(4, 64, 32), drawn(32), drawn(4, 64, 96), drawn(4, 64, 96)
+with_gradients(fused.rms_norm(x, gain, 1e-5)[0], x, gain)
+with_gradients(fused.swiglu(a, b), a, b)
+with_gradients(fused.fused_gelu(a), a)
+rows, head = drawn(256, 32), drawn(100, 32)
+with_gradients(fused.fused_loss(rows, head, torch.arange(256) % 100), rows, head)
+q, k, v = (drawn(4, 2, 64, 32) for _ in "qkv")
+with_gradients(fused_attention.attend_heads(q, k, v, 64)[0], q, k, v)
+"""
+
+
+@pytest.mark.skipif(not compiles(), reason="nothing is compiled here")
+def test_the_first_process_on_a_machine_rounds_like_the_next(tmp_path):
+    "A process that compiles a kernel has two copies of it, for itself and within its launcher: it must not run the one that is not saved."
+    env = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    first, next_ = (subprocess.run([sys.executable, "-c", STEP], env=env, capture_output=True, text=True, check=True).stdout for _ in range(2))
+    assert first == next_ and len(first.split()) == 5
