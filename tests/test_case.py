@@ -217,6 +217,16 @@ def test_the_rate_of_a_step(healthy):
 
 # Bad input
 
+def test_other_tokens_are_no_fault_of_the_run(healthy, tmp_path):
+    "As after preparing another text into the folder that the run has read"
+    shutil.copytree(healthy, tmp_path/"run")
+    values = json.loads((tmp_path/"run/config.json").read_text())
+    values["data"] = str((healthy/values["data"]).resolve())
+    for name in ("train", "valid"):
+        (tmp_path/"run/config.json").write_text(json.dumps(values | {"tokens": values["tokens"] | {name: "0"*64}}))
+        with pytest.raises(ValueError, match=f"run: began with other tokens: {name}.bin had the SHA-256 000000000000…"): open_case(tmp_path/"run")
+
+
 def test_a_damaged_checkpoint(healthy, tmp_path):
     shutil.copytree(healthy, tmp_path/"run")
     config = json.loads((tmp_path/"run/config.json").read_text())

@@ -31,7 +31,7 @@ from ..training.checkpoint import Checkpoints, read_record, step_of
 from ..training.data import Batches, TokenDataset, to_tensors
 from ..training.engines import BatchPlan, TorchEngine, plan_batch
 from ..training.optim_torch import learning_rate
-from ..training.runs import read_metrics, read_run
+from ..training.runs import read_metrics, read_run, require_tokens
 
 # %% ../../nbs/06_ablations/06c_case.ipynb #cd825970
 @dataclass(frozen=True)
@@ -83,6 +83,7 @@ def open_case(
     if (path := Checkpoints(run/"checkpoints").latest()) is None:
         raise FileNotFoundError(f"{run}: no checkpoint yet, nothing to compute again")
     sets = tuple(TokenDataset.open(data/name) for name in ("train", "valid"))
+    require_tokens(run, train=sets[0], valid=sets[1])
     folders = {step_of(p): p for p in path.parent.glob("step_*") if p.name[5:].isdigit()}
     state = read_json(path/"state.json")
     weights, moments = _tensors(path, "model"), _tensors(path, "optimizer")

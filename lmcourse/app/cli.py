@@ -220,7 +220,7 @@ def one_line(
         if row.startswith(("For full helptext", "Argument helptext")): break
         if row.startswith(" "*8) and listed: listed[-1][-1] += " " + row.strip()
         elif row.startswith("    "): listed.append([title, row.strip(), ""])
-        elif re.match(_TITLES, row): title = row
+        elif re.match(_TITLES, row) or listed and row == "Unrecognized options:": title = row
         else: text.append(row.strip())
     missing = [entry[1:] for entry in listed if entry[0].startswith("Missing from")]
     if missing: return _missing(name, missing)
@@ -237,7 +237,7 @@ def one_line(
     return f"{name}: {line}; {more}"
 
 # %% ../../nbs/90_app/90g_cli.ipynb #2dd682cb
-_TITLES = "Missing from |Unrecognized options:$|Perhaps you meant:|Arguments similar to "
+_TITLES = "Missing from |Perhaps you meant:|Arguments similar to "
 _IN_WORDS = {
     r"Error parsing __tyro\S+ ": "",
     r"Unrecognized options: (.*)": lambda m: f"unknown {m[1].replace(', ', ' ')}",

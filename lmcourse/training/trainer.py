@@ -24,7 +24,8 @@ from .engines import join_world, pick_device, plan_batch, precision_for, unchang
 from .evaluation import Evaluation, evaluate
 from .models import load_model
 from .optim_torch import EarlyStop, Plateau, learning_rate
-from .runs import RunLog, check_tracker, read_metrics, rewind_run
+from .runs import (RunLog, check_tracker, read_metrics, require_tokens,
+                                    rewind_run)
 from .signals import Interrupted, stop_signals
 
 # %% ../../nbs/04_training/04k_trainer.ipynb #e2127c32
@@ -371,18 +372,13 @@ _DECIDES = {f.name for f in fields(_Optimization)} - {"micro_batch"} | {"windows
 
 def _require_settings(t:Trainer, run:Path): # Otherwise the run would become another one midway
     path = run/"config.json"
-    values = read_json(path) if path.is_file() else {}
-    there = values.get("train", {})
+    there = read_json(path).get("train", {}) if path.is_file() else {}
     for name,here in t.config.to_dict().items():
         if name in _DECIDES and there.get(name, here) != here:
             raise ValueError(f"{run}: {name} is {there[name]!r} in its config.json, {here!r} here; "
                              "resume with the run's own settings (read_run), or record the new "
                              "ones first (write_run)")
-    for name,began in values.get("tokens", {}).items():
-        info = getattr(getattr(t, name), "info", {})
-        if (here := info.get("sha256", [began])[0]) != began: raise ValueError(
-            f"{run}: began with other tokens: {name}.bin had the SHA-256 {began[:12]}…, here "
-            f"{here[:12]}…; prepare the same text again, or begin another run from its weights")
+    require_tokens(run, train=t.train, valid=t.valid)
 
 # %% ../../nbs/04_training/04k_trainer.ipynb #d9b9ec07
 def _save(t:Trainer, run:Path): # Saves a checkpoint, written by one process for all
