@@ -135,14 +135,14 @@ def test_notebooks_are_valid_and_chapters_as_they_were(edition):
 
 
 def test_the_command_writes_it_anew_and_nothing_else_is_removed(tmp_path):
-    def run(out): return subprocess.run([sys.executable, ROOT / "tools/student.py", "--out", out], capture_output=True, text=True)
+    def run(out, **kw): return subprocess.run([sys.executable, ROOT / "tools/student.py", "--out", out], capture_output=True, text=True, **kw)
     out = tmp_path / "edition"
     first = run(out)
     example = "github.com/example/" in (out / "README.md").read_text(encoding="utf-8")     # Until the owner names an account
     assert first.returncode == 0 and ("write your account into `user` in settings.ini" in first.stdout) == example
     gone = out / "nbs" / PAGES["01a_unicode"]
     gone.unlink()                                           # What is missing is no work
-    assert run(out).returncode == 0 and gone.exists()
+    assert run(".", cwd=out).returncode == 0 and gone.exists()
     for content in ("notes.txt", "README.md"):
         other = tmp_path / content[:3]
         other.mkdir()

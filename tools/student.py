@@ -228,7 +228,7 @@ def write(out, nbs):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "_student", help="folder to write to; an earlier edition there is replaced, unless somebody has worked in it")
-    out = parser.parse_args().out
+    out = parser.parse_args().out.resolve()
     for name, graders in make(out).items(): print(f"{name}: {len(graders)} tasks")
     print(f"the student edition is in {out}")
     if "github.com/example/" in (out / "README.md").read_text(encoding="utf-8"):
