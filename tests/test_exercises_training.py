@@ -110,6 +110,12 @@ class OtherBetas(adamw(by_formula())):
     def __init__(self, params, lr=1e-3, betas=(.9, .95), eps=1e-8, weight_decay=.01): super().__init__(params, lr, betas, eps, weight_decay)
 
 
+def with_eps(default):
+    class OtherEps(adamw(by_formula())):
+        def __init__(self, params, lr=1e-3, betas=(.9, .999), eps=default, weight_decay=.01): super().__init__(params, lr, betas, eps, weight_decay)
+    return OtherEps
+
+
 class NoDecay(adamw(by_formula())):
     def __init__(self, params, lr=1e-3, betas=(.9, .999), eps=1e-8, weight_decay=0.): super().__init__(params, lr, betas, eps, weight_decay)
 
@@ -575,7 +581,7 @@ WRONG_ANSWERS = dict(
         (adamw(swapped), "β₁ and β₂ are swapped"), (adamw(by_formula(), each=False), "all parameters share one t"),
         (adamw(by_formula(), per_group=False), "the numbers of the group are not used"), (adamw(by_formula(), zeros=True), "a parameter without a gradient moves"), (adamw(spoils_gradient), "changed a gradient"),
         (adamw(lambda p, g, s, t, lr, *rest: p.sub_(lr*g)), "all weights after step 1: element"), (Forgetful, "keep m, v and t in self.state[p]".capitalize()),
-        (OtherBetas, "OtherBetas(groups): steps as with lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.01 were expected: are these its defaults?"), (NoDecay, "are these its defaults?"),
+        (OtherBetas, "OtherBetas(groups): steps as with lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.01 were expected: are these its defaults?"), (NoDecay, "are these its defaults?"), *((with_eps(eps), "OtherEps(groups): steps as with") for eps in (1e-6, 1e-10, 0)),
         (NoDefaults, "NoDefaults(groups): your code raised TypeError"),
         (NoOptimizer, "expected a torch.optim.Optimizer"), (torch.optim.AdamW, "torch.optim.AdamW is torch's own"),
         (WithoutNoGrad, "a leaf Variable that requires grad"), (torch.optim.SGD([nn.Parameter(torch.ones(1))]), "expected the class SGD itself"), (type("Answer", (), {"__init__": fails}), "raised RuntimeError"), (fails, "expected a class, got the function fails"), (3, "expected a class, got 3")],

@@ -257,6 +257,17 @@ def test_a_file_may_call_graders_itself(here, name, line):
     assert [line for line in got.stdout.splitlines() if line.startswith(("01.sizes", "01.split"))] == ["01.sizes: not yet: utf-32: 34 is too small", "01.split: right"]
 
 
+@pytest.mark.parametrize("lines", ["from lmcourse.exercises.accounting import check_formats\ncheck_formats(None)",
+                                   "from lmcourse.exercises import scaling, accounting as a\na.check_formats(None)",
+                                   "import importlib\nimportlib.import_module('lmcourse.exercises.accounting').check_formats(None)"])
+def test_a_file_may_call_graders_of_other_chapters(here, lines): assert check(f"{lines}\n{SPLIT}").returncode == 0
+
+
+def test_a_chapter_that_does_not_exist_is_the_reason(here):
+    assert check(f"# lmcourse.exercises.nothing, or lmcourse.exercises. None\n{SPLIT}").returncode == 0
+    assert "your file raised ModuleNotFoundError: No module named 'lmcourse.exercises.nothing'" in check(f"import lmcourse.exercises.nothing\n{SPLIT}").stdout
+
+
 @pytest.mark.parametrize("cell", [dict(source=None), dict(source=[None]), dict(metadata=dict(tags=3))])
 def test_a_damaged_cell_makes_no_notebook(here, cell):
     def pieces(**fields):

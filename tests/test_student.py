@@ -135,14 +135,14 @@ def test_notebooks_are_valid_and_chapters_as_they_were(edition):
 
 
 def test_the_command_writes_it_anew_and_nothing_else_is_removed(tmp_path):
-    def run(out): return subprocess.run([sys.executable, ROOT / "tools/student.py", "--out", out], capture_output=True, text=True)
+    def run(out, **kw): return subprocess.run([sys.executable, ROOT / "tools/student.py", "--out", out], capture_output=True, text=True, **kw)
     out = tmp_path / "edition"
     first = run(out)
     example = "github.com/example/" in (out / "README.md").read_text(encoding="utf-8")     # Until the owner names an account
     assert first.returncode == 0 and ("write your account into `user` in settings.ini" in first.stdout) == example
     gone = out / "nbs" / PAGES["01a_unicode"]
     gone.unlink()                                           # What is missing is no work
-    assert run(out).returncode == 0 and gone.exists()
+    assert run(".", cwd=out).returncode == 0 and gone.exists()
     for content in ("notes.txt", "README.md"):
         other = tmp_path / content[:3]
         other.mkdir()
@@ -151,13 +151,20 @@ def test_the_command_writes_it_anew_and_nothing_else_is_removed(tmp_path):
         assert done.returncode and "holds something else" in done.stderr and (other / content).read_text() == "precious"
 
 
-@pytest.mark.parametrize("name", [PAGES["01z_tokenization"], "mine.py"], ids=str)
-def test_work_in_an_edition_is_never_replaced(tmp_path, name):
+@pytest.fixture
+def small(tmp_path):
+    "A folder with one notebook of exercises, and the edition of it"
     nbs, out = tmp_path / "nbs", tmp_path / "edition"
     page = nbs / PAGES["01z_tokenization"]
     page.parent.mkdir(parents=True)
     page.write_bytes(FILES[PAGES["01z_tokenization"]])
     student.make(out, nbs)
+    return nbs, out
+
+
+@pytest.mark.parametrize("name", [PAGES["01z_tokenization"], "mine.py"], ids=str)
+def test_work_in_an_edition_is_never_replaced(small, name):
+    nbs, out = small
     (out / "nbs/.ipynb_checkpoints").mkdir()
     (out / "nbs/.ipynb_checkpoints/01z.ipynb").write_text("{}")
     student.make(out, nbs)                                  # Nobody has worked there
@@ -165,6 +172,41 @@ def test_work_in_an_edition_is_never_replaced(tmp_path, name):
     work.write_text("my answers")
     with pytest.raises(SystemExit, match=re.escape(f"nbs/{Path(name).as_posix()} has changed since the edition was made: move {out} away")): student.make(out, nbs)
     assert work.read_text() == "my answers"
+
+
+def test_what_a_system_leaves_in_folders_is_no_work(small):
+    nbs, out = small
+    for name in (".DS_Store", "nbs/Thumbs.db", "nbs/.Trash-1000/info"):
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text("")
+    student.make(out, nbs)
+
+
+@pytest.mark.parametrize("name", [".git", "nbs/.git"])
+def test_an_edition_under_version_control_is_somebodys(small, name):
+    nbs, out = small
+    (out / name).mkdir()
+    (out / name / "HEAD").write_text("ref: refs/heads/main")
+    with pytest.raises(SystemExit, match=re.escape(f"{(out / name).parent} is a git repository: move {out} away, or name a new folder")): student.make(out, nbs)
+    assert (out / name / "HEAD").exists()
+
+
+def test_of_an_edition_without_digests_nobody_can_tell(small):
+    nbs, out = small
+    (out / student.MADE).unlink()
+    with pytest.raises(SystemExit, match=f"older version made {re.escape(str(out))}, so nobody can tell whether somebody has worked in it: move it away"): student.make(out, nbs)
+
+
+def test_an_interrupt_leaves_the_edition_as_it_was(small, monkeypatch):
+    def interrupted(*_): raise KeyboardInterrupt
+    nbs, out = small
+    before = student.digests(out)
+    with monkeypatch.context() as m:
+        m.setattr(student.shutil, "copy", interrupted)
+        for where in (out, out.with_name("new")):
+            with pytest.raises(KeyboardInterrupt): student.make(where, nbs)
+    assert {p.name for p in out.parent.iterdir()} == {"nbs", "edition"} and student.digests(out) == before
+    student.make(out, nbs)
 
 
 def test_cleaning_up_leaves_the_student_edition():

@@ -3,7 +3,7 @@
 Chapters are copied with their outputs. A notebook of exercises (NNz) keeps its tasks and hints; graders, wrong answers that they refuse and folded
 answers make room for an empty answer and the call of the grader. The graders themselves are in the library, and with them what they compare with.
 """
-import argparse, ast, hashlib, json, re, shutil, sys
+import argparse, ast, hashlib, json, re, shutil, sys, tempfile
 from configparser import ConfigParser
 from pathlib import Path
 
@@ -176,29 +176,42 @@ MADE = ".made.json"                                                             
 
 
 def digests(out):
-    "Path to digest, of all files of an edition but Jupyter's own copies"
+    "Path to digest, of all files of an edition but what systems and Jupyter put there"
     files = {p.relative_to(out): p for p in sorted(out.rglob("*")) if p.is_file()}
     return {name.as_posix(): hashlib.sha256(p.read_bytes()).hexdigest() for name, p in files.items()
-            if name.name != MADE and not {".ipynb_checkpoints", "__pycache__"} & set(name.parts)}
+            if not any(part.startswith(".") or part in ("__pycache__", "Thumbs.db") for part in name.parts)}
 
 
-def changed(out):
-    "Files of an edition that somebody has changed or added"
-    made = json.loads((out / MADE).read_text(encoding="utf-8")) if (out / MADE).is_file() else {}
-    return [name for name, digest in digests(out).items() if made.get(name) != digest]
+def refuse_work(out):
+    "Exit if the folder `out` is neither new nor an edition in which nobody has worked"
+    readme, away = out / "README.md", f"move {out} away, or name a new folder"
+    ours = readme.is_file() and readme.read_text(encoding="utf-8").startswith("# The student edition")
+    if out.exists() and not ours and any(out.iterdir()): sys.exit(f"{out} holds something else: name a new folder")
+    if repository := next(out.rglob(".git"), None): sys.exit(f"{repository.parent} is a git repository: {away}")
+    if ours and not (out / MADE).is_file():
+        sys.exit(f"an older version made {out}, so nobody can tell whether somebody has worked in it: move it away, or name a new folder")
+    made = json.loads((out / MADE).read_text(encoding="utf-8")) if ours else {}
+    if work := [name for name, digest in digests(out).items() if made.get(name) != digest]:
+        what = f"{work[0]} has" if len(work) == 1 else f"{work[0]} and {len(work) - 1} more have"
+        sys.exit(f"{what} changed since the edition was made: {away}")
 
 
 def make(out, nbs=ROOT / "nbs"):
     """Write the edition of the notebooks in `nbs` into the folder `out`; the graders of each notebook of exercises.
     `out` must be new, or an earlier edition in which nobody has worked: answers are never replaced."""
-    out, done = Path(out), {}
-    if out.exists() and not (out / "README.md").is_file() and any(out.iterdir()): sys.exit(f"{out} holds something else: name a new folder")
-    if (out / "README.md").is_file() and not (out / "README.md").read_text(encoding="utf-8").startswith("# The student edition"):
-        sys.exit(f"{out} holds something else: name a new folder")
-    if work := changed(out):
-        what = f"{work[0]} has" if len(work) == 1 else f"{work[0]} and {len(work) - 1} more have"
-        sys.exit(f"{what} changed since the edition was made: move {out} away, or name a new folder")
-    shutil.rmtree(out, ignore_errors=True)
+    out = Path(out).resolve()
+    refuse_work(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f"{out.name}.") as beside:  # An interrupt leaves `out` as it was
+        done = write(Path(beside) / "new", Path(nbs))
+        if out.exists(): out.rename(Path(beside) / "old")
+        (Path(beside) / "new").rename(out)
+    return done
+
+
+def write(out, nbs):
+    "Write the edition into the folder `out`, which doesn't exist yet; the graders of each notebook of exercises"
+    done = {}
     shutil.copytree(nbs, out / "nbs", ignore=shutil.ignore_patterns(".*", "_*", "*.yml", "*.css", "__pycache__"))
     for path in sorted((out / "nbs").rglob("[0-9][0-9]z_*.ipynb")):
         nb, done[path.stem] = without_answers(json.loads(path.read_text(encoding="utf-8")))
@@ -215,7 +228,7 @@ def make(out, nbs=ROOT / "nbs"):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "_student", help="folder to write to; an earlier edition there is replaced, unless somebody has worked in it")
-    out = parser.parse_args().out
+    out = parser.parse_args().out.resolve()
     for name, graders in make(out).items(): print(f"{name}: {len(graders)} tasks")
     print(f"the student edition is in {out}")
     if "github.com/example/" in (out / "README.md").read_text(encoding="utf-8"):

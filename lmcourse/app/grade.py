@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from datetime import date
 from importlib import import_module
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from collections.abc import Callable
 from ..tools.config import UserError, refuse_unwritable, unknown
@@ -234,16 +235,26 @@ def _said(e:BaseException)->str: # Name and message, on one line
     return words if len(words) <= 400 else f"{words[:300]} … {words[-80:]}"
 
 # %% ../../nbs/90_app/90e_grade.ipynb #02a2ee10
+def _topics(path:Path)->set: # The modules of exercises whose graders the file may call itself
+    source = "\n".join(source for _,source in _pieces(path))
+    words = " ".join(re.findall(r"lmcourse\.exercises\b(.*)", source))
+    return {w for w in re.findall(r"\w+", words) if find_spec(f"lmcourse.exercises.{w}")}
+
 def _grade(grader:Callable, task:Exercise, path:Path, alone:bool
 )->tuple: # (state, message, lines of traceback)
-    folder, names = path.parent, vars(sys.modules[grader.__module__])
-    graders = {name: f for name,f in names.items() if name.startswith("check_")}
-    names |= dict.fromkeys(graders, lambda *_, **__: None) # The file may call them itself
-    try: found = _run_file(path)
+    folder, kept = path.parent, []
+    try:
+        for topic in _topics(path) | {task.topic}:
+            names = vars(import_module(f"lmcourse.exercises.{topic}"))
+            graders = {name: f for name,f in names.items() if name.startswith("check_")}
+            kept.append((names, graders))
+            names.update(dict.fromkeys(graders, lambda *_, **__: None))
+        found = _run_file(path)
     except BaseException as e:
         call = "called" if isinstance(e, SystemExit) else "raised"
         return "wrong", f"your file {call} {_said(e)}", _frames(e, folder)
-    finally: names |= graders
+    finally:
+        for names,graders in kept: names.update(graders)
     try: answer = found[_pick(task, found, alone)]
     except NotDefined as e: return "unusable", str(e), []
     try: grader(answer)

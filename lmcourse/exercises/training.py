@@ -197,11 +197,11 @@ def _adamw_params()->list:
 def _adamw_groups(p:list)->list:
     return [dict(params=p[:1]), dict(params=p[1:], weight_decay=.1, lr=.2)]
 
-def _adamw_steps(optimizer:Optimizer, params:list, steps=range(5))->list:
-    # All weights after each step
+def _adamw_steps(optimizer:Optimizer, params:list, steps=range(5), size:float=.2)->list:
+    # All weights after each step; gradients are about as large as `size`
     after = []
     for k in steps:
-        grads = [_randn(*p.shape, seed=10*k + i)*.2 if i in _GIVEN[k] else None
+        grads = [_randn(*p.shape, seed=10*k + i)*size if i in _GIVEN[k] else None
                  for i,p in enumerate(params)]
         for p,g in zip(params, grads): p.grad = None if g is None else g.clone()
         if k == 2: optimizer.param_groups[1]["lr"] = .04
@@ -260,9 +260,12 @@ def _check_five_steps(got:Tensor, right:list):
 def _check_defaults(make:Callable): # The steps without settings
     usual = dict(lr=1e-3, betas=(.9, .999), eps=1e-8, weight_decay=.01)
     def last(make, **kw):
-        params = _adamw_params()
-        optimizer = make([dict(params=params[:1]), dict(params=params[1:])], **kw)
-        return _adamw_steps(optimizer, params)[-1]
+        after = []
+        for size in (.2, 1e-8): # ε decides only where gradients are as small
+            params = _adamw_params()
+            optimizer = make([dict(params=params[:1]), dict(params=params[1:])], **kw)
+            after.append(_adamw_steps(optimizer, params, size=size)[-1])
+        return torch.cat(after)
     got = last(partial(_adamw_made, make))
     if any(_all_close(got, last(_Ruled, how=form, **usual)) for form in _FORMS): return
     raise AssertionError(f"{getattr(make, '__name__', 'your class')}(groups): steps as with "

@@ -234,8 +234,10 @@ def test_pictures_fit_light_and_dark_pages(name):
 
 def cut_bars(src):
     "Whether a cell draws bars whose lengths don't start at zero: their axis is logarithmic, or its limit lies above zero."
-    for call, axis in ((r"\.bar\(", "y"), (r"\.barh\(", "x")):
-        if re.search(call, src) and re.search(rf"\b(set_)?{axis}scale(=|\()['\"]log|\b(set_)?{axis}lim(=\(|\()\.?[1-9]", src): return True
+    for call, axis, edge in ((r"\.bar\(", "y", "bottom"), (r"\.barh\(", "x", "left")):
+        log = rf"\b(set_)?{axis}scale(=|\()['\"]log|\.(semilog{axis}|loglog)\(|\blog=True"
+        above = rf"\b(set_)?{axis}lim[=(]({edge}=)?[(\[]*0*\.?0*[1-9]"
+        if re.search(call, src) and re.search(f"{log}|{above}", src): return True
     return False
 
 
@@ -248,6 +250,10 @@ def test_bars_begin_at_zero(name):
 
 def test_cut_bars_are_seen():
     assert cut_bars("ax.bar(x, y); ax.set(yscale='log')") and cut_bars("ax.barh(x, y); ax.set(xlim=(.5, 1))")
+    for rest in (".set(ylim=(0.5, 1))", ".set(ylim=[2, 3])", ".set(ylim=.5)", ".set_ylim((2, 3))", ".set_ylim(0.05, 1)", ".set_ylim(bottom=2)", ".bar(x, y, log=True)", ".semilogy()", ".loglog()"):
+        assert cut_bars(f"ax.bar(x, y); ax{rest}") and cut_bars(f"ax.bar(x, y); ax{rest}".replace("bar(", "barh(").replace("ylim", "xlim").replace("bottom", "left").replace("logy", "logx"))
+    for rest in ("ylim=0", "ylim=(0., 3)", "ylim=[0.0, 1]", "ylim=(-1, 3)", "ylim=(None, 2)", "xlim=(2, 3)"): assert not cut_bars(f"ax.bar(x, y); ax.set({rest})")
+    assert not cut_bars("ax.bar(x, y); ax.set_ylim(top=2)") and not cut_bars("ax.bar(x, y); ax.semilogx()")
     assert not cut_bars("ax.bar(x, y); ax.set(xscale='log', ylim=(0, 1))") and not cut_bars("ax.plot(x, y); ax.set(yscale='log')")
 
 
