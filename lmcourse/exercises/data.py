@@ -122,8 +122,7 @@ def check_gopher_quality_filter(
              ("44th "*60,), ("éàéà "*60,), ("word "*70 + "---- "*30,),
              (lines(10, 0, "eight words ... and then three more words"),),
              (lines(10, 0, "here are eight words that end in something."),),
-             (lines(10, 4).replace("...", "... "),),
-             *((lines(10, 4).replace("\n", f"\n{s}\n"),) for s in ("", "  "))]
+             (lines(10, 4).replace("...", "... "),), *((lines(10, 4).replace("\n", f"\n{s}\n"),) for s in ("", "  "))]
     check_cases(gopher_quality_filter, _keep, cases, {
         "texts at a limit stay": lambda t: _keep(t, strict=True),
         "count words, not characters": lambda t: _keep(t, characters=True),

@@ -312,7 +312,7 @@ class _Loop:
         return evaluate(t.model, t.valid, t.model_config.context_length, documents, t.config.dtype,
                         world=t.world)
 
-    def record(self, result:Evaluation): # As the last, and perhaps the best; the first process decides
+    def record(self, result:Evaluation): # As the last, perhaps the best: the first process decides
         t = self.trainer
         t.last, t.last_step = result, t.step
         loss, = t.world.all_reduce_sum(0. if t.world.rank else result.loss)
