@@ -386,7 +386,9 @@ def test_a_broken_file_is_named_with_its_line_by_itself_and_in_a_folder(tmp_path
 
 
 CSV = [("text\nhello\nnull\nNA\n007\n1.0\n", ["hello", "null", "NA", "007", "1.0"]), ("\ufefftext,id\r\n\"one, a\r\nx\",1\r\n\r\n,2\r\ntwo,3\r\n", ["one, a\r\nx", "two"]), (",text\n0,a\n1,b\n", ["a", "b"]),
-       ("text\n" + "x"*200_000 + "\n", ["x"*200_000]), ("id,story,views\n1,a b,\n2,7,3\n", ["a b", "7"]), ("text\n12\n", ["12"])]
+       ("text\n" + "x"*200_000 + "\n", ["x"*200_000]), ("id,story,views\n1,a b,\n2,7,3\n", ["a b", "7"]), ("text\n12\n", ["12"]),
+       ("label,body\nTrue,abc\nFalse,de\n", ["abc", "de"]), ("story\n1984\nabc\n", ["1984", "abc"]), ("id,story\n1,1984\n2,abc\n", ["1984", "abc"]), ("id,text\n1,a\n   \n2,b\n\x1a", ["a", "b"]), ("text\na\n \nb\n\x1a", ["a", "b"]),
+       ("text,,\na,,\nb,,\n", ["a", "b"])]
 
 
 @pytest.mark.parametrize("content, texts", CSV, ids=range(len(CSV)))
@@ -398,7 +400,10 @@ def test_each_cell_of_a_csv_file_is_a_text(tmp_path, content, texts, folder):
 
 
 @pytest.mark.parametrize("content, words", [('""\na\n', "no columns, expected a first line with their names"), ("text;id\na;1\n", "the first line is 'text;id', expected commas between the names"), ("id,text\n1,a\n2\n", "line 3 has 1 field, expected 2"),
-                                            ("id,text\n", "no rows, expected at least one"), ("a,b\nx,y\n", "no column called text among a, b, and 2 with strings"), ("text\na\n".encode("utf-16"), "not UTF-8 (byte 0)")])
+                                            ("id,text\n", "no rows, expected at least one"), ("a,b\nx,y\n", "no column called text among a, b, and 2 with strings"), ("text\na\n".encode("utf-16"), "not UTF-8 (byte 0)"),
+                                            ("id,text,text\n1,x,y\n", "two columns are called 'text'"), ("id,body\n1,2\n3,\n", "no column called text among id, body, and 0 with strings"),
+                                            ('id,text\n0,a\n1,"x" y\n', "line 3 can't be read as CSV (',' expected after '\"'): each quote inside a quoted text must be doubled"),
+                                            ('id,text\n0,a\n1,"x\n\n2,"y"\n3,z\n', "line 3 can't be read as CSV (',' expected after '\"')"), ('id,text\n0,a\n1,"x\n\n2,y\n', "line 3 can't be read as CSV (unexpected end of data)")])
 def test_a_csv_file_with_something_else(tmp_path, content, words):
     (path := tmp_path/"own.csv").write_bytes(content if isinstance(content, bytes) else content.encode())
     for name in (path, tmp_path):

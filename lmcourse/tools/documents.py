@@ -11,7 +11,7 @@ __all__ = ['END_OF_TEXT', 'SPLITS', 'HUB', 'HELD_OUT', 'has_columns', 'text_file
 import ast, codecs, csv, functools, hashlib, json, logging, os, shlex, sysconfig, tempfile
 import warnings
 from contextlib import contextmanager, suppress
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from collections.abc import Callable, Iterable, Iterator
 from .config import unknown
@@ -288,19 +288,25 @@ def _csv_rows(path:str|Path)->Iterator: # All values are texts
     if not Path(path).is_file(): raise FileNotFoundError(f"{path}: no such file")
     csv.field_size_limit(2**31 - 1) # A document can be long
     with open(path, encoding="utf-8-sig", newline="") as file:
-        rows = filter(None, reader := csv.reader(file, strict=True)) # Without empty lines
+        reader, end = csv.reader(file, strict=True), 0 # The line with the end of the last row
         try:
-            if not any(names := next(rows, [])): raise ValueError(
+            if not any(names := next(filter(None, reader), [])): raise ValueError(
                 f"{path}: no columns, expected a first line with their names")
             if len(names) == 1 and {*names[0]} & {*";\t"}: raise ValueError(
                 f"{path}: the first line is {names[0]!r:.40}, expected commas between the names")
-            for row in rows:
+            if twice := [name for name in names if name and names.count(name) > 1]:
+                raise ValueError(f"{path}: two columns are called {twice[0]!r}, expected one")
+            names = [name or f"column {k}" for k,name in enumerate(names, 1)]
+            end = reader.line_num
+            for row in reader:
+                end = reader.line_num
+                if len(row) < 2 and not "".join(row).strip(" \t\x1a"): continue # A blank line
                 if len(row) != len(names): raise ValueError(
-                    f"{path}: line {reader.line_num} has {len(row)} field{'s'*(len(row) != 1)}, "
+                    f"{path}: line {end} has {len(row)} field{'s'*(len(row) != 1)}, "
                     f"expected {len(names)}")
-                yield f"line {reader.line_num}", dict(zip(names, row))
-        except csv.Error as e: raise ValueError(
-            f"{path}: line {reader.line_num} can't be read as CSV ({e})") from None
+                yield f"line {end}", dict(zip(names, row))
+        except csv.Error as e: raise ValueError(f"{path}: line {end + 1} can't be read as CSV "
+            f"({e}): each quote inside a quoted text must be doubled") from None
         except UnicodeDecodeError: read_utf8(path) # Says which byte
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #93a64c80
@@ -348,8 +354,9 @@ def _column_texts(files:list)->Callable: # A function that reads the documents o
     first = next(((f, row) for f in files for _,row in file_rows(f)), None)
     if first is None: raise ValueError(f"{files[0]}: no rows, expected at least one")
     file, row = first
-    # In a CSV file, numbers are texts as well
-    if file.suffix == ".csv": row = {k: v if k == "text" else _as_number(v) for k,v in row.items()}
+    if file.suffix == ".csv" and len(row) > 1: # Numbers are texts as well, but not in all rows
+        some = [r for _,r in islice(file_rows(file), 100)]
+        row = {k: next((r[k] for r in some if k == "text" or _is_text(r[k])), None) for k in row}
     try: column = text_column(row)
     except ValueError as e: raise ValueError(f"{file}: {e}") from None
     def texts():
@@ -359,9 +366,10 @@ def _column_texts(files:list)->Callable: # A function that reads the documents o
             yield from _cut(row, column)
     return texts
 
-def _as_number(text:str)->str|float|None: # As `datasets` reads it, `None` for an empty cell
-    try: return float(text) if text else None
-    except ValueError: return text
+def _is_text(cell:str)->bool: # And no number, truth value or empty cell
+    try: float(cell)
+    except ValueError: return cell.lower() not in ("", "true", "false")
+    return False
 
 def _divided(texts:Callable, split:str)->Iterator[str]: # One in 200, and at least one, is `valid`
     is_valid = held_out
