@@ -410,7 +410,7 @@ def test_a_csv_file_with_something_else(tmp_path, content, words):
         with pytest.raises(ValueError, match=re.escape(f"{path}: {words}")): list(documents(f"hf:{name}"))
 
 
-@pytest.mark.parametrize("other", ["c.parquet", "b.jsonl", "sub/a.txt", "c.csv"])
+@pytest.mark.parametrize("other", ["c.parquet", "b.jsonl", "sub/a.txt", "c.csv", "b.tsv", "b.ndjson", "b.arrow", "sub/b.csv.bz2", "b.csv.xz", "b.jsonl.zst", "b.zip", "B.PARQUET", "B.JSON"])
 @pytest.mark.parametrize("own", ["m.jsonl", "train.csv"])
 def test_a_folder_is_read_whole_or_not_at_all(tmp_path, other, own):
     "datasets takes the files of one kind, or those whose names say train, and no others"
@@ -418,11 +418,41 @@ def test_a_folder_is_read_whole_or_not_at_all(tmp_path, other, own):
         (tmp_path/name).parent.mkdir(exist_ok=True)
         if name.endswith("parquet"): (tmp_path/name).write_bytes(parquet(text=["a", "b"]))
         else: (tmp_path/name).write_text('{"text": "a"}\n{"text": "b"}\n' if "json" in name else "text\na\nb\n")
-    if own == "m.jsonl" and other == "b.jsonl": # Of one kind
+    if own == "m.jsonl" and other in ("b.jsonl", "b.ndjson"): # Of one kind
         assert set(documents(f"hf:{tmp_path}")) | set(documents(f"hf:{tmp_path}", "valid")) == {"a", "b"}
         return
-    with pytest.raises(ValueError, match="would be read, but not .*: put those into another folder") as e: documents(f"hf:{tmp_path}")
-    assert own in str(e.value) and other in str(e.value) and "\n" not in str(e.value)
+    tried = own == "m.jsonl" and other in ("b.jsonl.zst", "b.zip") # Neither is what its name says
+    with pytest.raises(ValueError, match="can't be read" if tried else "would be read, but not .*: put those into another folder") as e: documents(f"hf:{tmp_path}")
+    assert tried or own in str(e.value) and other in str(e.value) and "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("files", [["data/train.csv", "data/de/b.jsonl"], ["data/train.csv", "B.CSV"]])
+def test_files_of_a_folder_are_named_by_their_paths(tmp_path, files):
+    for name in files:
+        (tmp_path/name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path/name).write_text("text\na\n")
+    with pytest.raises(ValueError, match=f"{files[0]} would be read, but not {files[1]}: put"): documents(f"hf:{tmp_path}")
+
+
+@pytest.mark.parametrize("word, split", [("test", "test"), ("valid", "validation"), ("dev", "validation")])
+@pytest.mark.parametrize("kind", ["csv", "txt"])
+def test_a_folder_without_a_training_split_says_why(tmp_path, word, split, kind):
+    for name in ("stories", f"stories-{word}"): (tmp_path/f"{name}.{kind}").write_text("text\na\nb\n")
+    with pytest.raises(ValueError, match=re.escape(f"no split called train, but {split}, as names of files say: put train into the name of the others")): documents(f"hf:{tmp_path}")
+    (tmp_path/f"stories.{kind}").rename(tmp_path/f"stories-train.{kind}")
+    assert {"a", "b"} & set(documents(f"hf:{tmp_path}"))
+
+
+@pytest.mark.parametrize("card, reads", [("---\nconfigs: [{config_name: default, data_dir: en}]\n---\n", True), ("---\nconfigs:\n- config_name: default\n  data_files: en/*\n---\n", True),
+                                         ("Put the names into data_files.\n", False), ("---\nlicense: mit\n---\ndata_files: none\n", False)])
+def test_a_card_may_choose_files_of_a_folder(tmp_path, card, reads):
+    (tmp_path/"README.md").write_text(card)
+    for name in ("en/a.jsonl", "en/b.jsonl", "de.parquet"):
+        (tmp_path/name).parent.mkdir(exist_ok=True)
+        (tmp_path/name).write_bytes(parquet(text=["x"]) if "parquet" in name else b'{"text": "a"}\n{"text": "b"}\n')
+    if reads: assert list(documents(f"hf:{tmp_path}"))
+    else:
+        with pytest.raises(ValueError, match="en/a.jsonl would be read, but not de.parquet: put"): documents(f"hf:{tmp_path}")
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])

@@ -224,7 +224,8 @@ def _open_repository(name:str): # Split to rows, or to files that are read here
         if path.is_dir():
             found = load_dataset_builder(repo, config or None, cache_dir=nothing).config.data_files
             parts = {str(split): [*map(Path, some)] for split,some in (found or {}).items()}
-            if not config: _refuse_unread(Path(repo), {*chain(*parts.values())})
+            if "train" in parts and not config:
+                _refuse_unread(Path(repo), {*chain(*parts.values())})
             if all(f.is_file() and _is_read_here(f) for f in chain(*parts.values())): return parts
         return load_dataset(repo, config or None, data_files=files,
                             revision=None if local else revision, streaming=True,
@@ -232,17 +233,21 @@ def _open_repository(name:str): # Split to rows, or to files that are read here
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #3bc76824
 def _refuse_unread(folder:Path, read:set): # `datasets` takes files of one kind, and says nothing
-    card = folder/"README.md" # May list the files
-    if card.is_file() and b"data_files" in card.read_bytes(): return
-    kinds, about = {*_TEXTS, ".jsonl", ".parquet", ".txt"}, ("license", "readme")
+    from huggingface_hub import metadata_load
+    card = folder/"README.md" # May choose among the files
+    configs = card.is_file() and (metadata_load(card) or {}).get("configs") or []
+    if any({"data_files", "data_dir"} & {*config} for config in configs): return
+    about = ("license", "readme")
     others = [f.relative_to(folder) for f in sorted(folder.rglob("*")) if f.is_file()
-              and f not in read and Path(f.name.removesuffix(".gz")).suffix in kinds]
+              and f not in read and f.name.lower().removesuffix(".gz").endswith(_KINDS)]
     names = [str(f) for f in others if not any(part.startswith(".") for part in f.parts)
              and not f.name.lower().startswith(about) and f.name not in _ABOUT]
     if names and read: raise ValueError(
-        f"{min(read).name} would be read, but not {', '.join(names[:3])}"
+        f"{os.path.relpath(min(read), folder)} would be read, but not {', '.join(names[:3])}"
         f"{', …'*(len(names) > 3)}: put those into another folder")
 
+_KINDS = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt",
+          ".bz2", ".xz", ".zst", ".zip")
 _ABOUT = {"config.json", "dataset_info.json", "dataset_infos.json"} # `datasets` skips them, too
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #c0785d9a
@@ -323,7 +328,8 @@ def hub_documents(
     with _one_line(name):
         parts = _open_repository(name)
         own = next((s for s in ("validation", "valid", "val", "dev") if s in parts), None)
-        if "train" not in parts: raise ValueError(f"no split called train, but {', '.join(parts)}")
+        if "train" not in parts: raise ValueError(f"no split called train, but {', '.join(parts)}"
+            + ", as names of files say: put train into the name of the others"*path.is_dir())
         part = parts[own if own and split == "valid" else "train"]
         if not isinstance(part, list): # Else files that are read here
             rows = iter(part)
