@@ -426,6 +426,16 @@ def test_a_folder_is_read_whole_or_not_at_all(tmp_path, other, own):
     assert tried or own in str(e.value) and other in str(e.value) and "\n" not in str(e.value)
 
 
+def test_a_folder_with_columns_has_a_digest(tmp_path):
+    (tmp_path/"data").mkdir()
+    (tmp_path/"data/a.csv").write_text("text\na\n")
+    before = corpus_digest(f"hf:{tmp_path}")
+    (tmp_path/".DS_Store").write_text("x")
+    assert before and corpus_digest(f"hf:{tmp_path}") == before
+    (tmp_path/"data/b.csv").write_text("text\nb\n")
+    assert corpus_digest(f"hf:{tmp_path}") not in (None, before)
+
+
 @pytest.mark.parametrize("files", [["data/train.csv", "data/de/b.jsonl"], ["data/train.csv", "B.CSV"]])
 def test_files_of_a_folder_are_named_by_their_paths(tmp_path, files):
     for name in files:

@@ -117,14 +117,16 @@ def _in_documents(blocks:Iterator[str], size:int|None)->Iterator[str]: # At most
 def has_columns(path:str|Path)->bool: # Whether `hf:` and not `text:` reads such a file
     return Path(path).name.removesuffix(".gz").endswith((".jsonl", ".parquet"))
 
+def _files(folder:Path)->list: # Sorted paths, without hidden files
+    return sorted(f for f in folder.rglob("*") if f.is_file()
+                  and not any(p.startswith(".") for p in f.relative_to(folder).parts))
+
 def text_files(
     path:str|Path, # A text file, or a folder of them
 )->list: # Sorted paths, without hidden files
     "List text files. `FileNotFoundError`, or `ValueError` for files that are known to be others."
     found = [path := Path(path)]
-    if path.is_dir():
-        found = sorted(f for f in path.rglob("*") if f.is_file()
-                       and not any(p.startswith(".") for p in f.relative_to(path).parts))
+    if path.is_dir(): found = _files(path)
     elif not path.is_file(): raise FileNotFoundError(f"{path}: no such file or folder")
     for f in found:
         if has_columns(f):
@@ -502,9 +504,9 @@ def corpus_digest(
     "Compute a digest of a corpus of local files, which may change under their name."
     kind, _, rest = name.partition(":")
     path = Path(os.path.expanduser(rest))
-    if kind not in ("text", "curated", "hf") or kind == "hf" and not path.is_file(): return None
-    if not path.exists(): return None
-    files = (_shards(path) if kind == "curated" else text_files(path) if kind == "text" else [path])
+    if kind not in ("text", "curated", "hf") or not path.exists(): return None
+    files = (_shards(path) if kind == "curated" else text_files(path) if kind == "text"
+             else _files(path) if path.is_dir() else [path])
     return json_digest([_digest(f, f.stat().st_size, f.stat().st_mtime_ns) for f in files], 12)
 
 # A file of the same size and time is not read again
