@@ -426,6 +426,15 @@ def test_a_folder_is_read_whole_or_not_at_all(tmp_path, other, own):
     assert tried or own in str(e.value) and other in str(e.value) and "\n" not in str(e.value)
 
 
+@pytest.mark.parametrize("name", ["b*", "b?", "b[1]"])
+def test_a_folder_is_no_pattern(tmp_path, name):
+    "datasets would read the first two's neighbour as well, and find nothing in the last."
+    for folder in (name, "bc"):
+        (tmp_path/folder).mkdir()
+        (tmp_path/folder/"train.csv").write_text("text\na\nb\n")
+    with pytest.raises(ValueError, match=re.escape(f"{str(tmp_path/name)!r}: `datasets` takes *, ? and [ for patterns: rename the folder")): documents(f"hf:{tmp_path/name}")
+
+
 def test_a_folder_with_columns_has_a_digest(tmp_path):
     (tmp_path/"data").mkdir()
     (tmp_path/"data/a.csv").write_text("text\na\n")

@@ -217,7 +217,8 @@ def _open_repository(name:str): # Split to rows, or to files that are read here
         raise FileNotFoundError(f"{repo!r}: no such file or folder")
     if not local: _reach()
     elif path.is_file(): repo, files = str(path.resolve().parent), path.name
-    else: repo = str(path.resolve()) # `datasets` takes no `.`
+    elif {*"*?["} & {*(repo := str(path.resolve()))}: # `datasets` takes no `.`
+        raise ValueError(f"{repo!r}: `datasets` takes *, ? and [ for patterns: rename the folder")
     from datasets import load_dataset, load_dataset_builder
     # It would log the errors that it also raises
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
