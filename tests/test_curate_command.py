@@ -157,9 +157,9 @@ def test_a_blank_line_keeps_the_numbers_of_lines(tmp_path):
     with pytest.raises(ValueError, match="a.jsonl: line 4, expected an object with a text"): list(read_shard(tmp_path/"a.jsonl"))
 
 
-@pytest.mark.parametrize("name", ["b.csv", "sub/page.html", "b.jsonl.zst", "b.json.gz"])
+@pytest.mark.parametrize("name", ["b.csv", "sub/page.html", "b.jsonl.zst", "B.CSV", "B.JSONL.GZ", "b.ndjson", "b.jsonl.lz4", "b.arrow", "b.tar.gz", "b.tgz"])
 def test_a_text_in_another_format_is_not_left_out_without_a_word(tmp_path, name):
-    for file in ("a.jsonl", "SHA256SUMS", name):
+    for file in ("a.jsonl", "SHA256SUMS", "recipe.json", "dataset_infos.json", name): # None of the others is a text
         (tmp_path/file).parent.mkdir(exist_ok=True)
         (tmp_path/file).write_text("")
     with pytest.raises(ValueError, match=re.escape(f"{tmp_path/name}: expected files that end in .warc, ")): shard_files(tmp_path)

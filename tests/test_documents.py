@@ -386,7 +386,9 @@ def test_a_broken_file_is_named_with_its_line_by_itself_and_in_a_folder(tmp_path
 
 
 CSV = [("text\nhello\nnull\nNA\n007\n1.0\n", ["hello", "null", "NA", "007", "1.0"]), ("\ufefftext,id\r\n\"one, a\r\nx\",1\r\n\r\n,2\r\ntwo,3\r\n", ["one, a\r\nx", "two"]), (",text\n0,a\n1,b\n", ["a", "b"]),
-       ("text\n" + "x"*200_000 + "\n", ["x"*200_000]), ("id,story,views\n1,a b,\n2,7,3\n", ["a b", "7"]), ("text\n12\n", ["12"])]
+       ("text\n" + "x"*200_000 + "\n", ["x"*200_000]), ("id,story,views\n1,a b,\n2,7,3\n", ["a b", "7"]), ("text\n12\n", ["12"]),
+       ("label,body\nTrue,abc\nFalse,de\n", ["abc", "de"]), ("story\n1984\nabc\n", ["1984", "abc"]), ("id,story\n1,1984\n2,abc\n", ["1984", "abc"]), ("id,text\n1,a\n   \n2,b\n\x1a", ["a", "b"]), ("text\na\n \nb\n\x1a", ["a", "b"]),
+       ("text,,\na,,\nb,,\n", ["a", "b"])]
 
 
 @pytest.mark.parametrize("content, texts", CSV, ids=range(len(CSV)))
@@ -398,14 +400,17 @@ def test_each_cell_of_a_csv_file_is_a_text(tmp_path, content, texts, folder):
 
 
 @pytest.mark.parametrize("content, words", [('""\na\n', "no columns, expected a first line with their names"), ("text;id\na;1\n", "the first line is 'text;id', expected commas between the names"), ("id,text\n1,a\n2\n", "line 3 has 1 field, expected 2"),
-                                            ("id,text\n", "no rows, expected at least one"), ("a,b\nx,y\n", "no column called text among a, b, and 2 with strings"), ("text\na\n".encode("utf-16"), "not UTF-8 (byte 0)")])
+                                            ("id,text\n", "no rows, expected at least one"), ("a,b\nx,y\n", "no column called text among a, b, and 2 with strings"), ("text\na\n".encode("utf-16"), "not UTF-8 (byte 0)"),
+                                            ("id,text,text\n1,x,y\n", "two columns are called 'text'"), ("id,body\n1,2\n3,\n", "no column called text among id, body, and 0 with strings"),
+                                            ('id,text\n0,a\n1,"x" y\n', "line 3 can't be read as CSV (',' expected after '\"'): each quote inside a quoted text must be doubled"),
+                                            ('id,text\n0,a\n1,"x\n\n2,"y"\n3,z\n', "line 3 can't be read as CSV (',' expected after '\"')"), ('id,text\n0,a\n1,"x\n\n2,y\n', "line 3 can't be read as CSV (unexpected end of data)")])
 def test_a_csv_file_with_something_else(tmp_path, content, words):
     (path := tmp_path/"own.csv").write_bytes(content if isinstance(content, bytes) else content.encode())
     for name in (path, tmp_path):
         with pytest.raises(ValueError, match=re.escape(f"{path}: {words}")): list(documents(f"hf:{name}"))
 
 
-@pytest.mark.parametrize("other", ["c.parquet", "b.jsonl", "sub/a.txt", "c.csv"])
+@pytest.mark.parametrize("other", ["c.parquet", "b.jsonl", "sub/a.txt", "c.csv", "b.tsv", "b.ndjson", "b.arrow", "sub/b.csv.bz2", "b.csv.xz", "b.jsonl.zst", "b.zip", "B.PARQUET", "B.JSON"])
 @pytest.mark.parametrize("own", ["m.jsonl", "train.csv"])
 def test_a_folder_is_read_whole_or_not_at_all(tmp_path, other, own):
     "datasets takes the files of one kind, or those whose names say train, and no others"
@@ -413,11 +418,60 @@ def test_a_folder_is_read_whole_or_not_at_all(tmp_path, other, own):
         (tmp_path/name).parent.mkdir(exist_ok=True)
         if name.endswith("parquet"): (tmp_path/name).write_bytes(parquet(text=["a", "b"]))
         else: (tmp_path/name).write_text('{"text": "a"}\n{"text": "b"}\n' if "json" in name else "text\na\nb\n")
-    if own == "m.jsonl" and other == "b.jsonl": # Of one kind
+    if own == "m.jsonl" and other in ("b.jsonl", "b.ndjson"): # Of one kind
         assert set(documents(f"hf:{tmp_path}")) | set(documents(f"hf:{tmp_path}", "valid")) == {"a", "b"}
         return
-    with pytest.raises(ValueError, match="would be read, but not .*: put those into another folder") as e: documents(f"hf:{tmp_path}")
-    assert own in str(e.value) and other in str(e.value) and "\n" not in str(e.value)
+    tried = own == "m.jsonl" and other in ("b.jsonl.zst", "b.zip") # Neither is what its name says
+    with pytest.raises(ValueError, match="can't be read" if tried else "would be read, but not .*: put those into another folder") as e: documents(f"hf:{tmp_path}")
+    assert tried or own in str(e.value) and other in str(e.value) and "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("name", ["b*", "b?", "b[1]"])
+def test_a_folder_is_no_pattern(tmp_path, name):
+    "datasets would read the first two's neighbour as well, and find nothing in the last."
+    for folder in (name, "bc"):
+        (tmp_path/folder).mkdir()
+        (tmp_path/folder/"train.csv").write_text("text\na\nb\n")
+    with pytest.raises(ValueError, match=re.escape(f"{str(tmp_path/name)!r}: `datasets` takes *, ? and [ for patterns: rename the folder")): documents(f"hf:{tmp_path/name}")
+
+
+def test_a_folder_with_columns_has_a_digest(tmp_path):
+    (tmp_path/"data").mkdir()
+    (tmp_path/"data/a.csv").write_text("text\na\n")
+    before = corpus_digest(f"hf:{tmp_path}")
+    (tmp_path/".DS_Store").write_text("x")
+    assert before and corpus_digest(f"hf:{tmp_path}") == before
+    (tmp_path/"data/b.csv").write_text("text\nb\n")
+    assert corpus_digest(f"hf:{tmp_path}") not in (None, before)
+
+
+@pytest.mark.parametrize("files", [["data/train.csv", "data/de/b.jsonl"], ["data/train.csv", "B.CSV"]])
+def test_files_of_a_folder_are_named_by_their_paths(tmp_path, files):
+    for name in files:
+        (tmp_path/name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path/name).write_text("text\na\n")
+    with pytest.raises(ValueError, match=f"{files[0]} would be read, but not {files[1]}: put"): documents(f"hf:{tmp_path}")
+
+
+@pytest.mark.parametrize("word, split", [("test", "test"), ("valid", "validation"), ("dev", "validation")])
+@pytest.mark.parametrize("kind", ["csv", "txt"])
+def test_a_folder_without_a_training_split_says_why(tmp_path, word, split, kind):
+    for name in ("stories", f"stories-{word}"): (tmp_path/f"{name}.{kind}").write_text("text\na\nb\n")
+    with pytest.raises(ValueError, match=re.escape(f"no split called train, but {split}, as names of files say: put train into the name of the others")): documents(f"hf:{tmp_path}")
+    (tmp_path/f"stories.{kind}").rename(tmp_path/f"stories-train.{kind}")
+    assert {"a", "b"} & set(documents(f"hf:{tmp_path}"))
+
+
+@pytest.mark.parametrize("card, reads", [("---\nconfigs: [{config_name: default, data_dir: en}]\n---\n", True), ("---\nconfigs:\n- config_name: default\n  data_files: en/*\n---\n", True),
+                                         ("Put the names into data_files.\n", False), ("---\nlicense: mit\n---\ndata_files: none\n", False)])
+def test_a_card_may_choose_files_of_a_folder(tmp_path, card, reads):
+    (tmp_path/"README.md").write_text(card)
+    for name in ("en/a.jsonl", "en/b.jsonl", "de.parquet"):
+        (tmp_path/name).parent.mkdir(exist_ok=True)
+        (tmp_path/name).write_bytes(parquet(text=["x"]) if "parquet" in name else b'{"text": "a"}\n{"text": "b"}\n')
+    if reads: assert list(documents(f"hf:{tmp_path}"))
+    else:
+        with pytest.raises(ValueError, match="en/a.jsonl would be read, but not de.parquet: put"): documents(f"hf:{tmp_path}")
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])

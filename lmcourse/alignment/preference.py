@@ -129,7 +129,7 @@ def judged_pairs(
 
 # %% ../../nbs/14_alignment/14h_preference.ipynb #9b1412ec
 def read_pairs(
-    path:str|Path, # JSON lines or Parquet, as for `check_pair`
+    path:str|Path, # JSON lines, CSV or Parquet, as for `check_pair`
 )->list: # Dicts
     "Read pairs from a file. Raises `FileNotFoundError`, or `ValueError` with the line's number."
     pairs = [check_pair(pair, f"{path}: {at}") for at,pair in file_rows(path)]

@@ -58,7 +58,7 @@ def _trainer_from(model, train:TrainConfig, valid, batches, objective)->Trainer:
 
 # %% ../../nbs/14_alignment/14k_runs.ipynb #7357f7db
 def own_records(
-    path:str,       # JSON lines or Parquet
+    path:str,       # JSON lines, CSV or Parquet
     # From an object and its place to what it asks, and to records, dicts of texts with a `prompt`
     check:Callable,
     tokenizer:Tokenizer,

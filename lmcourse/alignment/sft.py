@@ -247,7 +247,7 @@ def _answers(messages:Any, where:str, first:int=0)->list: # Of the messages from
     return found
 
 def read_conversations(
-    path:str|Path, # JSON lines or Parquet, as for `conversations`
+    path:str|Path, # JSON lines, CSV or Parquet, as for `conversations`
 )->list: # Dicts with `prompt` and `response`
     "Read conversations. `ValueError` names a bad line, `FileNotFoundError` a missing file."
     return [pair for at,row in file_rows(path) for pair in conversations(row, f"{path}: {at}")]

@@ -131,7 +131,7 @@ def get_ready(data:str, minutes:float, out:Path, card:Any=None
 @dataclass
 class QuickstartCommand:
     "Text to tokenizer to model to new text, in a few minutes on two cores or on a GPU."
-    # stories, or your own: text:PATH, a file or a folder, or hf:PATH for JSON lines and Parquet
+    # stories, or your own: text:PATH, a file or a folder, or hf:PATH for JSON lines, CSV or Parquet
     data: str = "stories"
     minutes: float = 3.        # Minutes of training, evaluations included
     # New folder for everything; by default the first free one of runs/quickstart-1, -2, …

@@ -365,12 +365,14 @@ def shard_files(
     found = inside if path.is_dir() else [path]
     fit = [p for p in found if p.name.removesuffix(".gz").endswith(ENDINGS)]
     # Other files may lie there, too, but no text is left out without a word
-    other = next((p for p in found if p.name.removesuffix(".gz").endswith(_NO_SHARDS)), path)
+    other = next((p for p in found if p.name.lower().removesuffix(".gz").endswith(_TEXTS)
+                  and not p.name.removesuffix(".gz").endswith(ENDINGS)), path)
     if other != path or not fit:
         raise ValueError(f"{other}: expected files that end in {', '.join(ENDINGS)}, or with .gz")
     return fit
 
-_NO_SHARDS = (".csv", ".tsv", ".json", ".html", ".htm", ".bz2", ".xz", ".zst", ".zip")
+_TEXTS = (*ENDINGS, ".ndjson", ".csv", ".tsv", ".html", ".htm", ".arrow",
+          ".bz2", ".xz", ".zst", ".lz4", ".zip", ".tar", ".tgz")
 
 # %% ../../nbs/13_curation/13i_pipeline.ipynb #bc48f4fb
 def read_shard(

@@ -11,7 +11,7 @@ __all__ = ['END_OF_TEXT', 'SPLITS', 'HUB', 'HELD_OUT', 'has_columns', 'text_file
 import ast, codecs, csv, functools, hashlib, json, logging, os, shlex, sysconfig, tempfile
 import warnings
 from contextlib import contextmanager, suppress
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from collections.abc import Callable, Iterable, Iterator
 from .config import unknown
@@ -117,14 +117,16 @@ def _in_documents(blocks:Iterator[str], size:int|None)->Iterator[str]: # At most
 def has_columns(path:str|Path)->bool: # Whether `hf:` and not `text:` reads such a file
     return Path(path).name.removesuffix(".gz").endswith((".jsonl", ".parquet"))
 
+def _files(folder:Path)->list: # Sorted paths, without hidden files
+    return sorted(f for f in folder.rglob("*") if f.is_file()
+                  and not any(p.startswith(".") for p in f.relative_to(folder).parts))
+
 def text_files(
     path:str|Path, # A text file, or a folder of them
 )->list: # Sorted paths, without hidden files
     "List text files. `FileNotFoundError`, or `ValueError` for files that are known to be others."
     found = [path := Path(path)]
-    if path.is_dir():
-        found = sorted(f for f in path.rglob("*") if f.is_file()
-                       and not any(p.startswith(".") for p in f.relative_to(path).parts))
+    if path.is_dir(): found = _files(path)
     elif not path.is_file(): raise FileNotFoundError(f"{path}: no such file or folder")
     for f in found:
         if has_columns(f):
@@ -215,7 +217,8 @@ def _open_repository(name:str): # Split to rows, or to files that are read here
         raise FileNotFoundError(f"{repo!r}: no such file or folder")
     if not local: _reach()
     elif path.is_file(): repo, files = str(path.resolve().parent), path.name
-    else: repo = str(path.resolve()) # `datasets` takes no `.`
+    elif {*"*?["} & {*(repo := str(path.resolve()))}: # `datasets` takes no `.`
+        raise ValueError(f"{repo!r}: `datasets` takes *, ? and [ for patterns: rename the folder")
     from datasets import load_dataset, load_dataset_builder
     # It would log the errors that it also raises
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
@@ -224,7 +227,8 @@ def _open_repository(name:str): # Split to rows, or to files that are read here
         if path.is_dir():
             found = load_dataset_builder(repo, config or None, cache_dir=nothing).config.data_files
             parts = {str(split): [*map(Path, some)] for split,some in (found or {}).items()}
-            if not config: _refuse_unread(Path(repo), {*chain(*parts.values())})
+            if "train" in parts and not config:
+                _refuse_unread(Path(repo), {*chain(*parts.values())})
             if all(f.is_file() and _is_read_here(f) for f in chain(*parts.values())): return parts
         return load_dataset(repo, config or None, data_files=files,
                             revision=None if local else revision, streaming=True,
@@ -232,17 +236,21 @@ def _open_repository(name:str): # Split to rows, or to files that are read here
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #3bc76824
 def _refuse_unread(folder:Path, read:set): # `datasets` takes files of one kind, and says nothing
-    card = folder/"README.md" # May list the files
-    if card.is_file() and b"data_files" in card.read_bytes(): return
-    kinds, about = {*_TEXTS, ".jsonl", ".parquet", ".txt"}, ("license", "readme")
+    from huggingface_hub import metadata_load
+    card = folder/"README.md" # May choose among the files
+    configs = card.is_file() and (metadata_load(card) or {}).get("configs") or []
+    if any({"data_files", "data_dir"} & {*config} for config in configs): return
+    about = ("license", "readme")
     others = [f.relative_to(folder) for f in sorted(folder.rglob("*")) if f.is_file()
-              and f not in read and Path(f.name.removesuffix(".gz")).suffix in kinds]
+              and f not in read and f.name.lower().removesuffix(".gz").endswith(_KINDS)]
     names = [str(f) for f in others if not any(part.startswith(".") for part in f.parts)
              and not f.name.lower().startswith(about) and f.name not in _ABOUT]
     if names and read: raise ValueError(
-        f"{min(read).name} would be read, but not {', '.join(names[:3])}"
+        f"{os.path.relpath(min(read), folder)} would be read, but not {', '.join(names[:3])}"
         f"{', …'*(len(names) > 3)}: put those into another folder")
 
+_KINDS = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt",
+          ".bz2", ".xz", ".zst", ".zip")
 _ABOUT = {"config.json", "dataset_info.json", "dataset_infos.json"} # `datasets` skips them, too
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #c0785d9a
@@ -288,19 +296,25 @@ def _csv_rows(path:str|Path)->Iterator: # All values are texts
     if not Path(path).is_file(): raise FileNotFoundError(f"{path}: no such file")
     csv.field_size_limit(2**31 - 1) # A document can be long
     with open(path, encoding="utf-8-sig", newline="") as file:
-        rows = filter(None, reader := csv.reader(file, strict=True)) # Without empty lines
+        reader, end = csv.reader(file, strict=True), 0 # The line with the end of the last row
         try:
-            if not any(names := next(rows, [])): raise ValueError(
+            if not any(names := next(filter(None, reader), [])): raise ValueError(
                 f"{path}: no columns, expected a first line with their names")
             if len(names) == 1 and {*names[0]} & {*";\t"}: raise ValueError(
                 f"{path}: the first line is {names[0]!r:.40}, expected commas between the names")
-            for row in rows:
+            if twice := [name for name in names if name and names.count(name) > 1]:
+                raise ValueError(f"{path}: two columns are called {twice[0]!r}, expected one")
+            names = [name or f"column {k}" for k,name in enumerate(names, 1)]
+            end = reader.line_num
+            for row in reader:
+                end = reader.line_num
+                if len(row) < 2 and not "".join(row).strip(" \t\x1a"): continue # A blank line
                 if len(row) != len(names): raise ValueError(
-                    f"{path}: line {reader.line_num} has {len(row)} field{'s'*(len(row) != 1)}, "
+                    f"{path}: line {end} has {len(row)} field{'s'*(len(row) != 1)}, "
                     f"expected {len(names)}")
-                yield f"line {reader.line_num}", dict(zip(names, row))
-        except csv.Error as e: raise ValueError(
-            f"{path}: line {reader.line_num} can't be read as CSV ({e})") from None
+                yield f"line {end}", dict(zip(names, row))
+        except csv.Error as e: raise ValueError(f"{path}: line {end + 1} can't be read as CSV "
+            f"({e}): each quote inside a quoted text must be doubled") from None
         except UnicodeDecodeError: read_utf8(path) # Says which byte
 
 # %% ../../nbs/00_tools/00g_documents.ipynb #93a64c80
@@ -317,7 +331,8 @@ def hub_documents(
     with _one_line(name):
         parts = _open_repository(name)
         own = next((s for s in ("validation", "valid", "val", "dev") if s in parts), None)
-        if "train" not in parts: raise ValueError(f"no split called train, but {', '.join(parts)}")
+        if "train" not in parts: raise ValueError(f"no split called train, but {', '.join(parts)}"
+            + ", as names of files say: put train into the name of the others"*path.is_dir())
         part = parts[own if own and split == "valid" else "train"]
         if not isinstance(part, list): # Else files that are read here
             rows = iter(part)
@@ -348,8 +363,9 @@ def _column_texts(files:list)->Callable: # A function that reads the documents o
     first = next(((f, row) for f in files for _,row in file_rows(f)), None)
     if first is None: raise ValueError(f"{files[0]}: no rows, expected at least one")
     file, row = first
-    # In a CSV file, numbers are texts as well
-    if file.suffix == ".csv": row = {k: v if k == "text" else _as_number(v) for k,v in row.items()}
+    if file.suffix == ".csv" and len(row) > 1: # Numbers are texts as well, but not in all rows
+        some = [r for _,r in islice(file_rows(file), 100)]
+        row = {k: next((r[k] for r in some if k == "text" or _is_text(r[k])), None) for k in row}
     try: column = text_column(row)
     except ValueError as e: raise ValueError(f"{file}: {e}") from None
     def texts():
@@ -359,9 +375,10 @@ def _column_texts(files:list)->Callable: # A function that reads the documents o
             yield from _cut(row, column)
     return texts
 
-def _as_number(text:str)->str|float|None: # As `datasets` reads it, `None` for an empty cell
-    try: return float(text) if text else None
-    except ValueError: return text
+def _is_text(cell:str)->bool: # And no number, truth value or empty cell
+    try: float(cell)
+    except ValueError: return cell.lower() not in ("", "true", "false")
+    return False
 
 def _divided(texts:Callable, split:str)->Iterator[str]: # One in 200, and at least one, is `valid`
     is_valid = held_out
@@ -488,9 +505,9 @@ def corpus_digest(
     "Compute a digest of a corpus of local files, which may change under their name."
     kind, _, rest = name.partition(":")
     path = Path(os.path.expanduser(rest))
-    if kind not in ("text", "curated", "hf") or kind == "hf" and not path.is_file(): return None
-    if not path.exists(): return None
-    files = (_shards(path) if kind == "curated" else text_files(path) if kind == "text" else [path])
+    if kind not in ("text", "curated", "hf") or not path.exists(): return None
+    files = (_shards(path) if kind == "curated" else text_files(path) if kind == "text"
+             else _files(path) if path.is_dir() else [path])
     return json_digest([_digest(f, f.stat().st_size, f.stat().st_mtime_ns) for f in files], 12)
 
 # A file of the same size and time is not read again
