@@ -315,7 +315,7 @@ def broken(work, whole):
     ("bench loop --nope", "bench loop: unknown --nope; see lmcourse bench loop --help\n"),
     ("serve --host nowhere.invalid", "lmcourse: port 8000 of nowhere.invalid can't be used (no such name); name another with --host\n"),
     ("serve --host=", "host is empty; 127.0.0.1 is this machine, 0.0.0.0 all networks\n"),
-    ("generate whole /home/me/Documents/texts/2024/a-collection-of-short-stories.txt", "generate: unknown /home/me/Documents/texts/2024/a-collection-of-short-stories.txt; see lmcourse generate --help\n"),
+    ("generate whole /data/of/mine/Documents/texts/2024/a-collection-of-short-stories.txt", "generate: unknown /data/of/mine/Documents/texts/2024/a-collection-of-short-stories.txt; see lmcourse generate --help\n"),
     ("generate whole another", "generate: unknown another; see lmcourse generate --help\n"),
     ("quickstart stories", "quickstart: did you mean --data stories?"), ("quickstart days.txt", "quickstart: did you mean --data text:days.txt?"),
     ("train days-data new --windows documents", "windows at the starts of documents reach 1.3% of"),

@@ -53,6 +53,12 @@ def read_run(
     return (ModelConfig.from_dict(values["model"]), TrainConfig.from_dict(values["train"]),
             Path(run)/values["data"])
 
+def _way(run:Path, to:Path)->str: # In a linked folder, `..` leads out of the link's target
+    try: return os.path.relpath(to.parent.resolve()/to.name, run.resolve())
+    except ValueError: return str(to.absolute())            # On Windows, another drive
+
+
+# %% ../../nbs/04_training/04h_runs.ipynb #3de83d5f
 def require_tokens(
     run:str|Path, # The run's folder; runs of older versions have no digests
     **sets:Any,   # The `TokenDataset`s `train` and `valid`; other kinds of batches aren't checked
@@ -65,11 +71,6 @@ def require_tokens(
         if found and found[0] != began: raise ValueError(
             f"{run}: began with other tokens: {name}.bin had the SHA-256 {began[:12]}…, here "
             f"{found[0][:12]}…; prepare the same text again, or begin another run from its weights")
-
-def _way(run:Path, to:Path)->str: # In a linked folder, `..` leads out of the link's target
-    try: return os.path.relpath(to.parent.resolve()/to.name, run.resolve())
-    except ValueError: return str(to.absolute())            # On Windows, another drive
-
 
 # %% ../../nbs/04_training/04h_runs.ipynb #f50d3a94
 def read_metrics(
