@@ -103,6 +103,7 @@ def menu_and_turning(page, site):
     assert head.inner_text() == title, f"the sidebar's {title!r} leads to {head.inner_text()!r}"
     page.locator(site.parts["next"]).click()
     assert head.inner_text() != title
+    if not site.quarto: assert page.locator(".sidebar details[open] a[aria-current]").count() == page.locator(".sidebar details[open]").count() == 1
     page.locator(site.parts["prev"]).click()
     assert head.inner_text() == title, "forward and back is another page"
 

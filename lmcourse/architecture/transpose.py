@@ -126,7 +126,7 @@ def _write_entry(context, module, name, job, kernel, signature): # Writes the C 
     context.add_linking_libs([compiled.library])
     context.call_internal_no_propagate(b, compiled.fndesc, signature,
                                        [*values, part, start, stop])
-    # Within this function, or two copies of the kernel could round differently
+    # A copy of the kernel that is compiled on its own could round differently
     next(c for c in b.block.instructions if isinstance(c, ir.CallInstr)).attributes.add(
         "alwaysinline")
     b.branch(loop)

@@ -34,7 +34,7 @@ from .quality import word_ngrams
 from .warc import gzip_stretches, unpacked_blocks
 from .web import Document, language_sentences
 from ..tools.config import UserError, read_record, unknown
-from ..tools.documents import END_OF_TEXT, file_rows
+from ..tools.documents import END_OF_TEXT, file_rows, visible_files
 from ..tools.files import atomic_write, lock_file, read_json, remove, write_json, write_text
 from ..tools.show import COLORS, Table, figure
 from ..tools.stories import Stories
@@ -360,15 +360,13 @@ def shard_files(
     path = Path(path)
     if not path.exists(): raise FileNotFoundError(f"{path}: no such file or folder")
     # macOS writes a file `._x` for each file x that it copies to another system's disk
-    inside = sorted(p for p in path.rglob("*") if p.is_file()
-                    and not any(part.startswith(".") for part in p.relative_to(path).parts))
-    found = inside if path.is_dir() else [path]
+    found = visible_files(path) if path.is_dir() else [path]
     fit = [p for p in found if p.name.removesuffix(".gz").endswith(ENDINGS)]
     # Other files may lie there, too, but no text is left out without a word
-    other = next((p for p in found if p.name.lower().removesuffix(".gz").endswith(_TEXTS)
-                  and not p.name.removesuffix(".gz").endswith(ENDINGS)), path)
-    if other != path or not fit:
-        raise ValueError(f"{other}: expected files that end in {', '.join(ENDINGS)}, or with .gz")
+    unread = sorted(p for p in {*found} - {*fit}
+                    if p.name.lower().removesuffix(".gz").endswith(_TEXTS))
+    if unread or not fit: raise ValueError(f"{(unread or [path])[0]}: expected files that end in "
+                                           f"{', '.join(ENDINGS)}, or with .gz")
     return fit
 
 _TEXTS = (*ENDINGS, ".ndjson", ".csv", ".tsv", ".html", ".htm", ".arrow",

@@ -115,14 +115,14 @@ def check_gopher_quality_filter(
         return "\n".join([line]*(n - dotted)
                          + ["here are eight words that end in nothing ..."]*dotted)
     cases = [("word "*50,), ("word "*49,), ("word "*100_000,), ("word "*100_001,), ("and "*60,),
-             ("an "*60,), ("abcdefghij "*60,), ("abcdefghijk "*60,), (lines(10, 3),),
+             ("an "*60,), ("abcdefghij "*60,), ("abcdefghijk "*60,), (lines(10, 3),), ("44th "*60,),
              (lines(10, 4),), ("word "*80 + "1234 "*20,), ("word "*79 + "1234 "*21,), ("",),
-             ("word1 "*60,), ("wonderful "*45,), ("and "*98 + "an "*2,),
+             ("word1 "*60,), ("wonderful "*45,), ("and "*98 + "an "*2,), ("word "*70 + "---- "*30,),
              ("abcdefghij "*99 + "abcdefghijk ",), (lines(100, 31),), ("word "*49 + "-- ",),
-             ("44th "*60,), ("éàéà "*60,), ("word "*70 + "---- "*30,),
-             (lines(10, 0, "eight words ... and then three more words"),),
+             ("éàéà "*60,), (lines(10, 0, "eight words ... and then three more words"),),
              (lines(10, 0, "here are eight words that end in something."),),
-             (lines(10, 4).replace("...", "... "),), *((lines(10, 4).replace("\n", f"\n{s}\n"),) for s in ("", "  "))]
+             *((lines(10, 4).replace(*how),) for how in (
+                 ("...", "... "), ("\n", "\n\n"), ("\n", "\n  \n")))]
     check_cases(gopher_quality_filter, _keep, cases, {
         "texts at a limit stay": lambda t: _keep(t, strict=True),
         "count words, not characters": lambda t: _keep(t, characters=True),

@@ -24,8 +24,8 @@ from .engines import join_world, pick_device, plan_batch, precision_for, unchang
 from .evaluation import Evaluation, evaluate
 from .models import load_model
 from .optim_torch import EarlyStop, Plateau, learning_rate
-from .runs import (RunLog, check_tracker, read_metrics, require_tokens,
-                                    rewind_run)
+from .runs import RunLog, check_tracker, read_metrics, require_tokens
+from .runs import rewind_run
 from .signals import Interrupted, stop_signals
 
 # %% ../../nbs/04_training/04k_trainer.ipynb #e2127c32
